@@ -20,7 +20,7 @@ MAX_CHANNELS = 64
 MAX_EXPERT_COUNTS = 2**16
 
 #: The most that small_tokens may be.
-MAX_SMALL_TOKENS = 64
+MAX_SMALL_TOKENS = env.MAX_SMALL_TOKENS
 #: What small_tokens is on a GPU if nobody says. With 64 tokens the third that units add to the
 #: bytes costs more than the fences that they save (modelled: benchmarks/README.md, ptx_clock.py).
 GPU_SMALL_TOKENS = 32
@@ -210,9 +210,9 @@ class AllToAllConfig:
         most_tokens = min(2**24, (2**31 - 1) // self.ep_size)
         check_int("max_tokens_per_rank", self.max_tokens_per_rank, 1, most_tokens)
         check_int("num_channels", self.num_channels, 1, MAX_CHANNELS)
-        check_int("num_threads", self.num_threads, 1, 1024)
+        check_int("num_threads", self.num_threads, 1, env.MAX_HOST_THREADS)
         if self.max_sms is not None:
-            check_int("max_sms", self.max_sms, 1, 1024)
+            check_int("max_sms", self.max_sms, 1, env.MAX_SMS)
         if self.small_tokens is not None:
             check_int("small_tokens", self.small_tokens, 0, MAX_SMALL_TOKENS)
         check_int("num_expert_counts", self.num_expert_counts, 0, MAX_EXPERT_COUNTS)
@@ -282,7 +282,7 @@ def check_timeouts(timeout_s: object, first_timeout_s: object) -> None:
         del given["first_timeout_s"]
     for name, seconds in given.items():
         is_bool = isinstance(seconds, bool)
-        if is_bool or not isinstance(seconds, int | float) or not 0 < seconds < 1e6:
+        if is_bool or not isinstance(seconds, int | float) or not 0 < seconds < env.MAX_SECONDS:
             raise ConfigError(f"{name}={seconds!r} must be between 0 and 1e6 seconds")
 
 

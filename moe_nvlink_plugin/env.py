@@ -57,8 +57,12 @@ VARIABLES: dict[str, tuple[str, str]] = {
 }
 
 
-#: config.MAX_SMALL_TOKENS, which this module cannot import.
-_MOST_SMALL_TOKENS = 64
+#: Limits of the fields of AllToAllConfig that variables fill. config.py, which imports this module,
+#: checks the fields against them.
+MAX_HOST_THREADS = 1024
+MAX_SMS = 1024
+MAX_SMALL_TOKENS = 64
+MAX_SECONDS = 1e6  # the limit itself is not allowed
 
 
 def add_to_list(name: str, item: str) -> None:
@@ -79,18 +83,36 @@ def _text(name: str) -> str | None:
     return value or None
 
 
-def _positive(name: str, kind: type[int] | type[float], default: float) -> float:
+def _integer(name: str, most: int, unset: str) -> int | None:
+    """Return a variable's integer from 1 to `most`; None if it is not set."""
+    text = _text(name)
+    if text is None:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if not 1 <= value <= most:
+        raise ConfigError(
+            f"{name}={text!r} is no integer from 1 to {most}; set one, or unset it for {unset}"
+        )
+    return value
+
+
+def _seconds(name: str, default: float) -> float:
+    """Return a variable's seconds, or the default if it is not set."""
     text = _text(name)
     if text is None:
         return default
     try:
-        value = kind(text)
+        value = float(text)
     except ValueError:
-        value = kind(0)
-    if not 0 < value < float("inf"):
-        unset = f"{default:g}" if default else "all of them"
-        what = "integer" if kind is int else "number"
-        raise ConfigError(f"{name}={text!r} is not a positive {what}; unset it for {unset}")
+        value = 0.0
+    if not 0 < value < MAX_SECONDS:
+        raise ConfigError(
+            f"{name}={text!r} is no number of seconds above 0 and below {MAX_SECONDS:g}; set one, "
+            f"or unset it for {default:g}"
+        )
     return value
 
 
@@ -190,9 +212,7 @@ def cuda_connections() -> int | None:
 
 def max_sms() -> int | None:
     """Return the default of AllToAllConfig.max_sms; None means all SMs of the GPU."""
-    if _text("MOE_NVLINK_MAX_SMS") is None:
-        return None
-    return int(_positive("MOE_NVLINK_MAX_SMS", int, 0))
+    return _integer("MOE_NVLINK_MAX_SMS", MAX_SMS, "all of them")
 
 
 def small_tokens() -> int | None:
@@ -200,9 +220,9 @@ def small_tokens() -> int | None:
     text = _text("MOE_NVLINK_SMALL_TOKENS")
     if text is None:
         return None
-    if not text.isdecimal() or int(text) > _MOST_SMALL_TOKENS:
+    if not text.isdecimal() or int(text) > MAX_SMALL_TOKENS:
         raise ConfigError(
-            f"MOE_NVLINK_SMALL_TOKENS={text!r} is no number from 0 to {_MOST_SMALL_TOKENS}; unset "
+            f"MOE_NVLINK_SMALL_TOKENS={text!r} is no number from 0 to {MAX_SMALL_TOKENS}; unset "
             "it for 32 on GPUs and 0 on CPU ranks"
         )
     return int(text)
@@ -210,17 +230,17 @@ def small_tokens() -> int | None:
 
 def host_threads() -> int:
     """Return the number of threads per CPU rank."""
-    return int(_positive("MOE_NVLINK_HOST_THREADS", int, 1))
+    return _integer("MOE_NVLINK_HOST_THREADS", MAX_HOST_THREADS, "1") or 1
 
 
 def timeout_s() -> float:
     """Return the default of AllToAllConfig.timeout_s, in seconds."""
-    return _positive("MOE_NVLINK_TIMEOUT_S", float, 300.0)
+    return _seconds("MOE_NVLINK_TIMEOUT_S", 300.0)
 
 
 def first_timeout_s() -> float:
     """Return the default of AllToAllConfig.first_timeout_s, in seconds; at least timeout_s()."""
-    return max(_positive("MOE_NVLINK_FIRST_TIMEOUT_S", float, 1800.0), timeout_s())
+    return max(_seconds("MOE_NVLINK_FIRST_TIMEOUT_S", 1800.0), timeout_s())
 
 
 def framework_plugins(variable: str) -> list[str] | None:

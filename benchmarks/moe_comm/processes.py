@@ -32,6 +32,8 @@ CEILING_HOW = (
     "torch's copy_ of as many bytes as the rank's put rows, from private to private memory, on all "
     "ranks at once, in turn with the backends"
 )
+#: Memory of a rank beside its rows, with torch imported.
+PROCESS_BYTES = 250 * 2**20
 #: After which a run that still goes on is taken for stuck: a week.
 LONGEST_RUN_S = 7 * 24 * 3600.0
 
@@ -269,6 +271,7 @@ def _check_memory(options: Options) -> None:
     free, tokens = psutil.virtual_memory().available, max(options.batches)
     row_bytes = options.hidden_size * options.torch_dtype.itemsize
     needed = (2 * len(options.backends) + 4) * options.ep_size**2 * tokens * row_bytes
+    needed += options.ep_size * PROCESS_BYTES
     if needed > 0.9 * free:
         raise OptionError(
             f"{tokens} tokens on each of {options.ep_size} ranks take about {needed / 2**30:.0f} "

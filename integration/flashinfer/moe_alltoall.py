@@ -53,6 +53,7 @@ class _Geometry(NamedTuple):
     max_num_tokens: int
     top_k: int
     num_experts: int
+    enable_rank_mask: bool
 
     @property
     def token_bytes(self) -> int:
@@ -79,6 +80,7 @@ class _Geometry(NamedTuple):
             extra_payload_bytes=tuple(others),
             received_ids=kind.received_ids,
             num_expert_counts=kind.num_counts,
+            ranks_may_leave=self.enable_rank_mask,
         )
 
 
@@ -145,7 +147,7 @@ class MoeAlltoAll:
         hidden_size: elements of a row if workspace_size_per_rank is None.
         mnnvl_config: its comm_backend is how ranks meet; None: all ranks of torch.distributed.
         eplb_stats_num_experts: int32 words of statistics that a dispatch may gather; 0: none.
-        enable_rank_mask: whether dispatch takes an active_rank_mask.
+        enable_rank_mask: whether dispatch takes an active_rank_mask. False makes combine cheaper.
         backend: "trtllm". The kernels are ours.
 
     Raises:
@@ -189,7 +191,13 @@ class MoeAlltoAll:
             )
         self.workspace_size_per_rank = workspace_size_per_rank
         self._geometry = _Geometry(
-            workspace_size_per_rank, self.ep_rank, self.ep_size, max_num_tokens, top_k, num_experts
+            workspace_size_per_rank,
+            self.ep_rank,
+            self.ep_size,
+            max_num_tokens,
+            top_k,
+            num_experts,
+            bool(enable_rank_mask),
         )
         # An example of what travels: raises if a size is out of range.
         self._geometry.config_of(Kind((1,), "global", _WIDEST.itemsize, eplb_stats_num_experts))

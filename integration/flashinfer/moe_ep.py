@@ -45,6 +45,8 @@ class MoeNvlinkConfig:
         combine: as AllToAllConfig.combine: "fp8_block" or "nvfp4" quantises rows on their way back,
             and "fp8_tensor" casts them, as use_low_precision_combine of NVLinkOneSidedConfig does.
         timeout_s: as AllToAllConfig.timeout_s.
+        enable_rank_mask: whether dispatch takes an active_rank_mask, as NVLinkOneSidedConfig has
+            it. False makes combine cheaper.
     """
 
     backend_name: str = BACKEND
@@ -54,6 +56,7 @@ class MoeNvlinkConfig:
     combine_dtypes: tuple[torch.dtype, ...] = ()
     combine: str | None = None
     timeout_s: float | None = None
+    enable_rank_mask: bool = False
 
 
 class _Shared(NamedTuple):
@@ -147,6 +150,7 @@ class MoeNvlinkCommunication(MoEEpCommunication):
             active_rank_mask: what flashinfer.comm.moe_a2a_active_rank_mask returns, equal on all
                 ranks that it names; None: all ranks take part. The others must not call; their
                 experts are no experts, and they cannot take part in later rounds on the workspace.
+                Only with MoeNvlinkConfig(enable_rank_mask=True).
 
         Raises:
             InputError: a tensor or the bound does not fit. Nothing was sent.
@@ -157,6 +161,7 @@ class MoeNvlinkCommunication(MoEEpCommunication):
                 workspace is unusable until all communications on it are destroyed, on every rank.
         """
         rows = self._live()
+        self._check_mask(active_rank_mask)
         capacity = self.params.max_tokens_per_rank
         bound = capacity
         if max_tokens_per_rank is not None:
@@ -219,6 +224,7 @@ class MoeNvlinkCommunication(MoEEpCommunication):
         Raises:
             InputError, ExchangeStateError, ExchangeTimeoutError, PeerError: as MoeAllToAll.combine.
         """
+        self._check_mask(active_rank_mask)
         if expert_output.dim() not in (2, 3):
             raise InputError(
                 f"expert_output has shape {list(expert_output.shape)}; pass 2 or 3 dimensions: "
@@ -236,6 +242,13 @@ class MoeNvlinkCommunication(MoEEpCommunication):
         if not shared.users:
             del _shared[self._key]
             shared.rows.close()
+
+    def _check_mask(self, mask: torch.Tensor | None) -> None:
+        if mask is not None and not self.config.enable_rank_mask:
+            raise InputError(
+                "active_rank_mask is given, but enable_rank_mask=False; create the communication "
+                "with MoeNvlinkConfig(enable_rank_mask=True)"
+            )
 
     def _live(self) -> OpaqueRows:
         if self._rows is None:
@@ -262,6 +275,7 @@ class MoeNvlinkCommunication(MoEEpCommunication):
             received_ids=kind.received_ids,
             num_expert_counts=kind.num_counts,
             timeout_s=options.timeout_s,
+            ranks_may_leave=bool(options.enable_rank_mask),
         )
 
     def _key_of(self, group: Any) -> object:
@@ -271,7 +285,8 @@ class MoeNvlinkCommunication(MoEEpCommunication):
         geometry = (params.num_experts, params.top_k, params.max_tokens_per_rank)
         rows = (params.hidden_size, _combined_dtype(params), options.combine_dtypes)
         # The group stays alive as long as its rows, so nothing else gets its id.
-        return (id(meets), self._device, geometry, rows, options.combine, options.timeout_s)
+        others = (options.combine, options.timeout_s, bool(options.enable_rank_mask))
+        return (id(meets), self._device, geometry, rows, *others)
 
 
 def _combined_dtype(params: MoEEpCommParams) -> torch.dtype:

@@ -123,8 +123,11 @@ class LayerExchange:
         for channel in self._channels:
             # A parent's threads are not in this process.
             if channel.running is not None and not self.workspace.is_parents:
-                with contextlib.suppress(Exception):
-                    channel.running.join()
+                try:
+                    with contextlib.suppress(Exception):
+                        channel.running.join()
+                except Interrupted as stop:  # the launch still runs, so nothing may be freed
+                    raise stop.error from None
             channel.running = None
 
     def channel(self, index: int) -> Channel:
@@ -383,8 +386,7 @@ class LayerExchange:
             except BaseException as error:
                 if isinstance(error, Exception):  # else the launch still runs, but not for long
                     channel.running = None
-                else:
-                    self.workspace.interrupt(f"{running.verb}_async", error)
+                self._interrupted(f"{running.verb}_async", error)
                 raise
             channel.running = None
             self._raise_fault(channel)

@@ -97,7 +97,8 @@ def _gone(workspace: Workspace[Executor], ranks: Iterable[int]) -> tuple[int, ..
     size, me = workspace.group.size, workspace.group.rank
     dead = {*ranks}
     for rank in dead:
-        if not isinstance(rank, int) or not 0 <= rank < size or rank == me:
+        is_int = isinstance(rank, int) and not isinstance(rank, bool)
+        if not is_int or not 0 <= rank < size or rank == me:
             raise InputError(
                 f"rank {rank!r} cannot be left out: name ranks of 0 to {size - 1}, and not rank "
                 f"{me}, which is this rank"

@@ -17,6 +17,7 @@ the user's own directory.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -77,10 +78,12 @@ def directory() -> Path:
 
 
 def _unusable(path: Path, error: OSError) -> CompileError:
-    return CompileError(
-        f"cannot use {path} for compiled kernels: {_told(error)}; set MOE_NVLINK_CACHE_DIR to a "
-        "directory of yours, or to one that `moe-nvlink precompile` has filled"
+    remedy = (
+        "set MOE_NVLINK_CACHE_DIR to a directory of yours, or to one that `moe-nvlink precompile` "
+        "has filled"
     )
+    told = f"{_told(error)}; {_remedy(error, remedy)}"
+    return CompileError(f"cannot use {path} for compiled kernels: {told}")
 
 
 @contextlib.contextmanager
@@ -229,10 +232,9 @@ def load_or_build(key: str, suffix: str, build: Callable[[Path], None], read: Re
                 f"end it or remove {own / lock}"
             ) from error
         except OSError as error:
-            remedy = "remove that directory" if path.is_dir() else "make room there"
-            raise CompileError(
-                f"cannot write {path}: {_told(error)}; {remedy}, or set MOE_NVLINK_CACHE_DIR"
-            ) from error
+            otherwise = "remove that directory" if path.is_dir() else "make room there"
+            remedy = _remedy(error, f"{otherwise}, or set MOE_NVLINK_CACHE_DIR")
+            raise CompileError(f"cannot write {path}: {_told(error)}; {remedy}") from error
     if found is None:
         raise CompileError(f"{path} was just compiled and cannot be read; remove the file")
     return found
@@ -325,7 +327,7 @@ def _built(name: str, build: Callable[[Path], None]) -> bytes:
     except OSError as error:
         raise CompileError(
             f"cannot compile in {error.filename or 'the temporary directory'}: {_told(error)}; "
-            "make room there, or set TMPDIR to another directory"
+            + _remedy(error, "make room there, or set TMPDIR to another directory")
         ) from error
 
 
@@ -348,3 +350,12 @@ def _publish(inside: Path, name: str, content: bytes) -> None:
 def _told(error: OSError) -> str:
     """Return an error without its file's name, which is a descriptor's."""
     return error.strerror or str(error)
+
+
+def _remedy(error: OSError, otherwise: str) -> str:
+    """Return what to do: another directory does not help against a limit of the process."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit of open files (ulimit -n)"
+    if error.errno == errno.EFBIG:
+        return "lift the limit of file sizes (ulimit -f unlimited)"
+    return otherwise

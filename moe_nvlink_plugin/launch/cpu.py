@@ -19,7 +19,7 @@ from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
 
 from . import cores, signals
-from .base import Budget
+from .base import Budget, Interrupted
 from .kernel import Kernel, S, Variant
 
 
@@ -119,9 +119,9 @@ class HostExecutor:
         def wait() -> None:
             try:
                 thread.join()
-            except BaseException:  # Ctrl-C: the caller comes back no more, only close() does
+            except BaseException as error:  # a handler's: of any type, but never the launch's
                 signals.give_up(thread)
-                raise
+                raise Interrupted(error) from None
             done.result()
 
         return wait

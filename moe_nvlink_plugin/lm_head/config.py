@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from moe_nvlink_plugin import env
 from moe_nvlink_plugin.config import (
     ACTIVATION_DTYPES,
     HOST_DEFAULTS,
@@ -76,9 +77,9 @@ class HeadConfig:
         check_int("hidden_size", self.hidden_size, 1, 2**20)
         # The kernels number rows in int32, over all ranks and all CTAs that share a row.
         check_int("max_rows_per_rank", self.max_rows_per_rank, 1, 2**24 // self.tp_size)
-        check_int("num_threads", self.num_threads, 1, 1024)
+        check_int("num_threads", self.num_threads, 1, env.MAX_HOST_THREADS)
         if self.max_sms is not None:
-            check_int("max_sms", self.max_sms, 1, 1024)
+            check_int("max_sms", self.max_sms, 1, env.MAX_SMS)
         if self.dtype not in ACTIVATION_DTYPES:
             names = ", ".join(str(dtype) for dtype in ACTIVATION_DTYPES)
             raise ConfigError(f"dtype={self.dtype} is no type of a shared head; use one of {names}")

@@ -176,7 +176,11 @@ def _reserve_pages(fd: int, piece: _Piece) -> None:
         os.posix_fallocate(fd, piece.file_offset, piece.size_bytes)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-            raise TransportError(f"cannot size shared memory: {error.strerror}") from error
+            limit = "; lift the limit of file sizes (ulimit -f unlimited)"
+            raise TransportError(
+                f"cannot get {piece.size_bytes} bytes of shared memory in {_DIRECTORY}: "
+                f"{error.strerror}{limit if error.errno == errno.EFBIG else ''}"
+            ) from error
         free = os.statvfs(_DIRECTORY)
         raise TransportError(
             f"{piece.size_bytes} bytes of shared memory are needed, {_DIRECTORY} has "

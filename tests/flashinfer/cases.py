@@ -256,6 +256,11 @@ def what_the_backend_refuses(rank: int, ep_size: int) -> None:
             made.dispatch(x.t().contiguous().t(), ids, weights)
         with pytest.raises(ConfigError, match=r"256\+8 bytes per token exceed 256"):
             made.dispatch(x, ids, weights, hidden_states_scale=torch.zeros(2, 2))
+        masked = {"active_rank_mask": mask_of([0], ep_size)}
+        with pytest.raises(InputError, match="is given, but enable_rank_mask=False; create the co"):
+            made.dispatch(x, ids, weights, **masked)
+        with pytest.raises(InputError, match="is given, but enable_rank_mask=False; create the co"):
+            made.combine(x, **masked)
         with pytest.raises(ExchangeStateError, match="combine without dispatch"):
             made.combine(x)
         made.dispatch(x, ids, weights)
@@ -664,6 +669,29 @@ def without_last(work: Work, ep_size: int, num_experts: int) -> Work:
 
 
 @case
+def ranks_that_may_leave_cost_extra(rank: int, ep_size: int) -> None:
+    """Only where the caller enables masks; such objects have a workspace of their own."""
+    params, found = params_of(wires.BF16, 2 * ep_size), []
+    for masks in ({}, {"enable_rank_mask": True}):
+        usually = communication(rank, ep_size, params)
+        with usually as usual, communication(rank, ep_size, params, **masks) as made:
+            found.append((made._rows is usual._rows, *may_leave(made._rows)))
+    with installed():
+        usual = drop_in(rank, ep_size, 2 * ep_size)
+        for masks in ({}, {"enable_rank_mask": True}):
+            made = drop_in(rank, ep_size, 2 * ep_size, **masks)
+            drop_in_round(made, wires.BF16, rank, 2, -1)
+            found.append((made._rows is usual._rows, *may_leave(made._rows)))
+            dist.barrier()
+            made._reset_workspace()
+    assert found == [(True, False), (False, True)] * 2
+
+
+def may_leave(rows: Any) -> set[bool]:
+    return {exchange.config.ranks_may_leave for exchange in rows._exchanges.values()}
+
+
+@case
 def rounds_without_the_last_rank(rank: int, ep_size: int) -> None:
     """Which has taken part before; both doors, and masks that are none."""
     num_experts, survivors = 2 * ep_size, range(ep_size - 1)
@@ -674,7 +702,8 @@ def rounds_without_the_last_rank(rank: int, ep_size: int) -> None:
     )
     first, end, _ = share_of(rank, ep_size, num_experts)
     payloads = payloads_of(wires.BF16, work)
-    with communication(rank, ep_size, params_of(wires.BF16, num_experts)) as made:
+    params = params_of(wires.BF16, num_experts)
+    with communication(rank, ep_size, params, enable_rank_mask=True) as made:
         round_of(made, wires.BF16, rank, 2, None, in_region=False)
         if rank in survivors:
             for _ in range(2):
@@ -815,7 +844,7 @@ def statistics_of_experts(rank: int, ep_size: int) -> None:
     params, mask = params_of(wires.BF16, num_experts), mask_of(survivors, ep_size)
     work = wires.works(ep_size, num_experts, counts_of(ep_size, 3), 3)[rank]
     rows, ids, weights = payloads = payloads_of(wires.BF16, work)
-    with communication(rank, ep_size, params) as made:
+    with communication(rank, ep_size, params, enable_rank_mask=True) as made:
         for number in range(3):
             got = made.dispatch(*payloads, eplb_local_stats=stats_of(rank, number))
             assert torch.equal(got.eplb_gathered_stats, gathered(ep_size, number))

@@ -30,6 +30,7 @@ CASES = (
     "the_ranks_of_a_communicator_split_it_together",
     "a_reset_leaves_the_next_workspace_alone",
     "what_the_drop_in_refuses",
+    "ranks_that_may_leave_cost_extra",
     "rounds_without_the_last_rank",
     "low_precision_of_the_drop_in",
     "flashinfers_own_backend_on_the_drop_in",

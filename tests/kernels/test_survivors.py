@@ -445,7 +445,7 @@ def test_counts_per_expert_begin_anew() -> None:
 
 def test_ranks_that_may_not_be_left_out() -> None:
     def body(layer: MoeAllToAll, rank: int) -> None:
-        for wrong in (rank, -1, 2):
+        for wrong in (rank, -1, 2, bool(1 - rank)):  # the last equals the other rank
             with pytest.raises(InputError, match=f"rank {wrong} cannot be left out: name ranks of"):
                 layer.mask(wrong)
         cases.run_round(layer, inputs[rank])

@@ -108,12 +108,43 @@ def test_defaults_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert (config().timeout_s, config().num_threads) == (300.0, 1)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "many", "inf", "nan"])
-@pytest.mark.parametrize("name", ["MOE_NVLINK_TIMEOUT_S", "MOE_NVLINK_HOST_THREADS"])
-def test_bad_environment_is_named(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+SECONDS = "is no number of seconds above 0 and below 1e+06; set one, or unset it for"
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many", "inf", "nan", "10000000"])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("MOE_NVLINK_TIMEOUT_S", f"{SECONDS} 300"),
+        ("MOE_NVLINK_FIRST_TIMEOUT_S", f"{SECONDS} 1800"),
+        ("MOE_NVLINK_HOST_THREADS", "is no integer from 1 to 1024; set one, or unset it for 1"),
+        ("MOE_NVLINK_MAX_SMS", "is no integer from 1 to 1024; set one, or unset it for all"),
+    ],
+)
+def test_bad_environment_is_named(
+    name: str, words: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a value that only the field's upper limit forbids."""
     monkeypatch.setenv(name, text)
-    with pytest.raises(ConfigError, match=f"{name}='{text}'"):
+    with pytest.raises(ConfigError) as caught:
         config()
+    assert str(caught.value).startswith(f"{name}='{text}' {words}")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("MOE_NVLINK_TIMEOUT_S", "999999"),
+        ("MOE_NVLINK_HOST_THREADS", "1024"),
+        ("MOE_NVLINK_MAX_SMS", "1024"),
+        ("MOE_NVLINK_SMALL_TOKENS", "64"),
+    ],
+)
+def test_limits_of_the_environment_are_those_of_the_fields(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, text)
+    config()
 
 
 def test_the_home_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def test_limits() -> None:
     assert numbers["kMaxPayloads"] == MAX_CALLER_PAYLOADS + numbers["kFirstCallerPayload"]
     assert numbers["kRegionAlignment"] == layout.REGION_ALIGNMENT
     assert numbers["kMaxHeadSplits"] == MOST_HEAD_SPLITS
-    assert numbers["kMaxSmallTokens"] == MAX_SMALL_TOKENS == env._MOST_SMALL_TOKENS
+    assert numbers["kMaxSmallTokens"] == MAX_SMALL_TOKENS == env.MAX_SMALL_TOKENS
     assert numbers["kPartBytes"] == PART_BYTES
     assert numbers["kMaxStagedBytes"] == sizes.MAX_STAGED_BYTES
     units = constants("include/moe_nvlink/units.h")

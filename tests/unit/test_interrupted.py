@@ -147,6 +147,32 @@ def test_ctrl_c_ends_a_wait_for_what_runs_beside(layers: list[MoeAllToAll]) -> N
     layers[0].close()
 
 
+@pytest.mark.parametrize("ends", ["wait", "close"])
+def test_a_handler_that_raises_while_a_verb_runs_beside(
+    layers: list[MoeAllToAll], ends: str
+) -> None:
+    """An ordinary error, as the launch may raise one; the launch still uses the memory."""
+
+    def handler(*_: object) -> None:
+        raise ValueError("mine")
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        running = layers[0].dispatch_async(**_inputs())
+        _signal_soon(signal.SIGUSR1)
+        with pytest.raises(ValueError, match="mine"):
+            running.wait() if ends == "wait" else layers[0].close()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    if ends == "wait":
+        with pytest.raises(ExchangeStateError, match="ValueError has interrupted dispatch_async"):
+            layers[0].dispatch(**_inputs())
+    layers[0].close()
+    assert ends == "close" or not [
+        thread for thread in threading.enumerate() if thread.name.startswith("moe_nvlink channel")
+    ]
+
+
 def test_a_handler_that_closes_the_exchange(layers: list[MoeAllToAll]) -> None:
     """The verb that waits has the channel, so the handler's call would wait for it for ever."""
 

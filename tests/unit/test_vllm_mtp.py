@@ -805,7 +805,7 @@ def test_ranks_with_different_plans_are_told() -> None:
     plan = plan_of(_vllm_config(2), VOCAB, 2, CPU)
     same = ranks_of(Answers(plan))
     assert draft_head.agree(plan, same) == plan
-    problem = "ConfigError: MOE_NVLINK_TIMEOUT_S='soon' is not a positive number"
+    problem = "ConfigError: MOE_NVLINK_TIMEOUT_S='soon' is no number of seconds"
     with pytest.raises(PeerError, match="rank 1: ConfigError: MOE_NVLINK_TIMEOUT_S='soon'"):
         draft_head.agree(plan, ranks_of(Answers(problem)))
     with pytest.raises(ConfigError, match="mine"):
