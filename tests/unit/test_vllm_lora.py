@@ -28,11 +28,10 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from moe_nvlink_plugin.errors import DisagreementError, UnsupportedError
-from moe_nvlink_plugin.integration.vllm.moe import adapters, cpu_lora_experts
-from moe_nvlink_plugin.integration.vllm.moe.adapters import AdapterNumbers
+from moe_nvlink_plugin.integration.vllm.lora import adapters, cpu_experts, loading, punica
+from moe_nvlink_plugin.integration.vllm.lora.adapters import AdapterNumbers
 from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
 from moe_nvlink_plugin.integration.vllm.moe.method import _experts_input
-from moe_nvlink_plugin.integration.vllm.plugin import adapter_loading, punica
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.unit import vllm_experts, vllm_layer, vllm_runner
 from tests.unit.vllm_experts import CAPACITY, HIDDEN_SIZE, INTERMEDIATE_SIZE, Weights, tokens
@@ -291,7 +290,7 @@ def test_adapters_that_would_be_served_wrongly_are_refused(monkeypatch: pytest.M
     attention, expert = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.7.up_proj"
 
     def load(manager: Any) -> Any:
-        adapter_loading.guard(SimpleNamespace(lora_manager=manager))
+        loading.guard(SimpleNamespace(lora_manager=manager))
         return manager._load_adapter(request)
 
     only_attention = {"target_modules": ["q_proj", "v_proj"], "max_loras": 2}
@@ -304,7 +303,7 @@ def test_adapters_that_would_be_served_wrongly_are_refused(monkeypatch: pytest.M
     load(_manager({1, 3}, [expert], max_loras=2))  # the same one again, with other weights
     load(_manager({1}, [expert], max_loras=2))
     assert adapters._names == {3: "poems"}
-    adapter_loading.guard(SimpleNamespace())  # without --enable-lora
+    loading.guard(SimpleNamespace())  # without --enable-lora
 
 
 @pytest.mark.parametrize("active", [0, 2], ids=["V1 runner", "V2 runner"])
@@ -328,14 +327,14 @@ def test_a_dummy_batch_loads_and_removes_no_adapters(active: int) -> None:
         with runner.maybe_dummy_run_with_lora(config, one, one, True, active):
             events.append("run")
 
-    with adapter_loading.keeping(runner):
+    with loading.keeping(runner):
         dummy_run()
     assert events == [(0, (0,)), "run"]
     events.clear()
     dummy_run()
     assert (events[0], events[-1]) == ("dummy", "removed"), "vLLM's own again"
     runner.lora_config = None
-    with adapter_loading.keeping(runner):
+    with loading.keeping(runner):
         assert "maybe_dummy_run_with_lora" not in vars(runner)
 
 
@@ -395,4 +394,4 @@ def test_cpu_layers_whose_adapters_are_not_served(method: Any, words: str) -> No
         method = object.__new__(UnquantizedFusedMoEMethod)
         method.__dict__["moe"] = moe
     with pytest.raises(UnsupportedError, match=words):
-        cpu_lora_experts.take_adapters(method)
+        cpu_experts.take_adapters(method)

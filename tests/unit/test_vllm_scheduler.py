@@ -31,7 +31,7 @@ from moe_nvlink_plugin.integration.vllm.scheduler import (
     AsyncGuaranteedNoEvictScheduler,
     GuaranteedNoEvictScheduler,
     capacity,
-    metrics,
+    reports,
     startup,
 )
 from tests.unit.vllm_schedulers import (
@@ -593,9 +593,9 @@ def test_metrics_reach_the_process_that_serves_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
-    monkeypatch.setattr(metrics, "EVERY_S", 0)
+    monkeypatch.setattr(reports, "EVERY_S", 0)
     one = scheduler(num_blocks=8)
-    collector, registry = metrics.Collector(), CollectorRegistry()
+    collector, registry = reports.Collector(), CollectorRegistry()
     folder = places.metrics_folder(one.vllm_config)
     assert folder is not None
     collector.folders.append(folder)
@@ -627,7 +627,7 @@ def test_metrics_of_several_servers_are_counted_together(tmp_path: Path) -> None
 from types import SimpleNamespace
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
-from moe_nvlink_plugin.integration.vllm.scheduler.metrics import Report, Reporter
+from moe_nvlink_plugin.integration.vllm.scheduler.reports import Report, Reporter
 config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=3))
 reporter = Reporter(config)
 reporter.publish(Report(1, 2, 3))

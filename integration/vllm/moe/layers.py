@@ -23,8 +23,8 @@ from vllm.platforms import current_platform
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm import replacement
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, selected_here
+from moe_nvlink_plugin.integration.vllm.lora.adapters import on_experts
 
-from .adapters import on_experts
 from .ending import Ending, ending_with
 from .layer_op import layer_op
 from .method import MoeNvlinkFusedMoEMethod, install_after_loading
@@ -62,9 +62,9 @@ def _extended(theirs: type) -> type:
 def put_balancing_in_place() -> None:
     """Make vLLM's routers hand out physical ids on CPU too. Local; idempotent."""
     if current_platform.is_cpu():
-        from . import cpu_balancing
+        from moe_nvlink_plugin.integration.vllm.balancing import cpu_layers
 
-        cpu_balancing.put_in_place()
+        cpu_layers.put_in_place()
 
 
 class MoeNvlinkRoutedExperts(RoutedExperts):
@@ -92,7 +92,7 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
 
                 serve_without_amx(quant_method)
                 if with_adapters:
-                    from .cpu_lora_experts import take_adapters
+                    from moe_nvlink_plugin.integration.vllm.lora.cpu_experts import take_adapters
 
                     take_adapters(quant_method)
             install_after_loading(quant_method, adapters=with_adapters)

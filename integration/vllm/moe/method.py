@@ -26,8 +26,8 @@ from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.vllm.all2all_manager import manager_of_ep_group
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND
+from moe_nvlink_plugin.integration.vllm.lora.adapters import NUMBER_BYTES
 
-from .adapters import NUMBER_BYTES
 from .cpu_prepare_finalize import CpuPrepareAndFinalize
 from .cuda_prepare_finalize import CudaPrepareAndFinalize
 from .experts_input import VllmExpertsInput
@@ -250,7 +250,7 @@ def _check_movable(quant_method: Any, layer: Any) -> None:
     On CUDA ranks vLLM has checked the quant method when it created the layer.
     """
     if layer.moe_config.moe_parallel_config.enable_eplb and current_platform.is_cpu():
-        from .cpu_balancing import check_movable
+        from moe_nvlink_plugin.integration.vllm.balancing.cpu_layers import check_movable
 
         check_movable(quant_method.moe_kernel.fused_experts, layer.layer_name)
 

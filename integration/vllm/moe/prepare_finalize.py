@@ -33,9 +33,9 @@ from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.errors import ExchangeStateError, UnsupportedError
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 from moe_nvlink_plugin.integration.common.pool import bound_of_step
+from moe_nvlink_plugin.integration.vllm.lora.adapters import BASE, NUMBER_BYTES
 
 from . import ending
-from .adapters import BASE, NUMBER_BYTES
 from .experts_input import VllmExpertsInput
 
 T = TypeVar("T")

@@ -17,10 +17,11 @@ from moe_nvlink_plugin.integration.common import connection
 from moe_nvlink_plugin.integration.common.agreement import Ranks
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm.backend import CARRIER, selected_here
+from moe_nvlink_plugin.integration.vllm.balancing import eplb
 from moe_nvlink_plugin.integration.vllm.choices import KEY, WORDING, options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
 
-from . import balancing, graphs, metrics, worker
+from . import graphs, metrics, worker
 
 #: What lets ranks go on that no transport connects.
 _FALL_BACK = f'--additional-config \'{{"{KEY}": {{"fallback": "{CARRIER}"}}}}\''
@@ -67,7 +68,7 @@ def attach(communicator: Any, device: torch.device) -> None:
     stage = get_pp_group().rank_in_group
     layers.put_in_place()
     if balances:
-        balancing.allow()
+        eplb.allow()
         layers.put_balancing_in_place()
     if shares_head:
         from moe_nvlink_plugin.integration.vllm.draft import logits_processor, mtp

@@ -57,12 +57,13 @@ class MoeNvlinkPlatform(_Base):
         if is_selected:
             logs.show_through(logging.getLogger("vllm"))  # vLLM has configured its loggers again
             flag.require_all_of_ours()
+            from moe_nvlink_plugin.integration.vllm.balancing import eplb
             from moe_nvlink_plugin.integration.vllm.draft import drafts
 
-            from . import balancing, validation
+            from . import validation
 
             drafts.ask_for_tokens(vllm_config, validation.check(vllm_config, cls.device_type))
-            balancing.adjust(vllm_config, cls.device_type)
+            eplb.adjust(vllm_config, cls.device_type)
             # vLLM hashes it into the key of its compile cache. A graph that another version of ours
             # left there may call another op for a layer than the layer takes now.
             stamp = {backend.VERSION_KEY: version(_DISTRIBUTION)}
@@ -97,7 +98,7 @@ class MoeNvlinkPlatform(_Base):
         chosen = str(super().get_punica_wrapper())
         if not backend.selected_here():
             return chosen
-        from . import punica
+        from moe_nvlink_plugin.integration.vllm.lora import punica
 
         return punica.extended(chosen)
 

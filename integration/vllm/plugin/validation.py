@@ -16,11 +16,12 @@ from moe_nvlink_plugin.integration.common import refusals
 from moe_nvlink_plugin.integration.common.options import MTP_LM_HEAD, Options
 from moe_nvlink_plugin.integration.vllm import compat
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER
+from moe_nvlink_plugin.integration.vllm.balancing import eplb
 from moe_nvlink_plugin.integration.vllm.choices import WORDING, options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
-from moe_nvlink_plugin.integration.vllm.moe.adapters import on_experts
+from moe_nvlink_plugin.integration.vllm.lora.adapters import on_experts
 
-from . import balancing, graphs, worker
+from . import graphs, worker
 
 # vLLM's CPU experts kernel needs a multiple of 32 columns. We check it here, because vLLM's own
 # message names neither the size nor the model.
@@ -63,7 +64,7 @@ def check(vllm_config: Any, device_type: str) -> Options:
     ]
     problems += _lora(vllm_config)
     ours = worker.extends(str(vllm_config.parallel_config.worker_cls))
-    problems += balancing.problems(vllm_config, device_type, worker_is_ours=ours)
+    problems += eplb.problems(vllm_config, device_type, worker_is_ours=ours)
     options = Options()
     try:
         options = options_of(vllm_config)
@@ -258,9 +259,9 @@ def _model(vllm_config: Any, device_type: str, options: Options) -> Iterator[str
             "adapters from its place if all ranks have equally many experts. Use another number "
             "of ranks, or name other layers with --lora-target-modules."
         )
-    redundant = balancing.num_redundant(parallel)
+    redundant = eplb.num_redundant(parallel)
     if parallel.enable_eplb:
-        yield from balancing.uneven(num_experts, redundant, ep_size)
+        yield from eplb.uneven(num_experts, redundant, ep_size)
     hidden_size = model.get_hidden_size()
     yield from refusals.exchange(
         model.model,

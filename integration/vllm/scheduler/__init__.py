@@ -8,7 +8,7 @@ Chosen by vLLM's own flag, with or without our exchange::
 * ``no_evict``: the two classes; a gate in front of vLLM's allocation of KV blocks.
 * ``demand``: how many blocks a request may still take, KV cache group by KV cache group.
 * ``ledger``: the sum of that over all requests that hold blocks.
-* ``startup``, ``metrics``: checks, and what /metrics shows; they import nothing of vLLM.
+* ``startup``, ``reports``: checks, and what /metrics shows; they import nothing of vLLM.
 * ``capacity``: the options, ``additional_config["moe_nvlink"]["capacity"]``.
 """
 

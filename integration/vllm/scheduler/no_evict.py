@@ -23,7 +23,7 @@ from . import startup
 from .capacity import MAX_UTILIZATION, Reserve
 from .demand import Hits, groups_of
 from .ledger import Ledger
-from .metrics import Report, Reporter
+from .reports import Report, Reporter
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.common import logs
 
-from . import capacity, metrics
+from . import capacity, reports
 
 
 def prepare(vllm_config: Any) -> None:
@@ -19,7 +19,7 @@ def prepare(vllm_config: Any) -> None:
         UnsupportedError: vLLM would schedule this model with a class that ours does not extend.
     """
     check(vllm_config)
-    metrics.serve(vllm_config)
+    reports.serve(vllm_config)
 
 
 def check(vllm_config: Any) -> capacity.Capacity:

@@ -7,7 +7,7 @@ physical expert n is on rank ``n // num_local_experts``. Therefore a move change
 layer's exchange.
 
 On CPU, vLLM refuses the flag, its model runner does not create the balancer, and its routers leave
-ids logical. This module, `host_balancer` and ``moe.cpu_balancing`` fill that in.
+ids logical. This module, `host_balancer` and `cpu_layers` fill that in.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def begin(vllm_worker: Any, manager: Any) -> None:
             f"{runner.model_config.model} does not tell its balancer of MoE layers (it is no "
             "MixtureOfExperts). Remove --enable-eplb."
         )
-    from moe_nvlink_plugin.integration.vllm.moe.moves import Moves
+    from .moves import Moves
 
     moves = Moves(manager.ranks)
     moves.follow(state)

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_nvlink_plugin.integration.common.agreement import Proposal, Ranks
-
-from .layers import MoeNvlinkRoutedExperts
-from .method import MoeNvlinkFusedMoEMethod
+from moe_nvlink_plugin.integration.vllm.moe.layers import MoeNvlinkRoutedExperts
+from moe_nvlink_plugin.integration.vllm.moe.method import MoeNvlinkFusedMoEMethod
 
 logger = logging.getLogger(__name__)
 
