@@ -29,7 +29,7 @@ from moe_nvlink_plugin.integration.common.agreement import Ranks
 from moe_nvlink_plugin.integration.vllm.balancing import cpu_layers, moves
 from moe_nvlink_plugin.integration.vllm.balancing.host_balancer import HostEplbState
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
-from moe_nvlink_plugin.integration.vllm.moe import method
+from moe_nvlink_plugin.integration.vllm.moe import features, method
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.support.ranks import run_processes
 from tests.unit import vllm_experts
@@ -126,6 +126,7 @@ def in_group(group: Any, rank: int, ep_size: int) -> dict[str, Any]:
 
 def served(rank: int, ep_size: int, ranks: Ranks) -> dict[str, Any]:
     """Rounds of both layers, of which each must be right, with moves between them."""
+    features.add(cpu_layers.MovableExperts())
     pool = vllm_experts.join_as(ranks)
     weights, runners = [Weights(layer) for layer in range(NUM_LAYERS)], []
     for number, one in enumerate(weights):

@@ -31,6 +31,7 @@ from moe_nvlink_plugin.errors import DisagreementError, UnsupportedError
 from moe_nvlink_plugin.integration.vllm.lora import adapters, cpu_experts, loading, punica
 from moe_nvlink_plugin.integration.vllm.lora.adapters import AdapterNumbers
 from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
+from moe_nvlink_plugin.integration.vllm.moe.features import BASE, NUMBER_BYTES
 from moe_nvlink_plugin.integration.vllm.moe.method import _experts_input
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.unit import vllm_experts, vllm_layer, vllm_runner
@@ -99,6 +100,7 @@ class RankWithAdapters:
     """A rank's MoE layer of vLLM, with adapters in the slots that this rank has them in."""
 
     def __init__(self, group: ThreadGroup, base: Weights, known: dict[int, Factors]) -> None:
+        adapters.put_in_place()
         layer = vllm_experts.make_layer(group.rank, group.size)
         name = f"layer of rank {group.rank}"
         vllm_experts.join(group)
@@ -179,7 +181,7 @@ def test_rows_on_cuda_ranks_get_slots_of_their_rank(monkeypatch: pytest.MonkeyPa
             return rows * of_slots[found.long()].unsqueeze(1)
 
         experts = Experts(LEFT_OPEN["NoOP"](), floats_of=with_gains)
-        layer = Layer(group, experts=experts, extra_payload_bytes=(adapters.NUMBER_BYTES,))
+        layer = Layer(group, experts=experts, extra_payload_bytes=(NUMBER_BYTES,))
         layer.subject.set_lora_context(context)
         # The second step has fewer tokens, and the second adapter is gone.
         for count, loaded in ((6, (FIRST, SECOND)), (2, (FIRST,))):
@@ -249,7 +251,7 @@ def test_tokens_without_an_adapter_stay_as_they_are() -> None:
 
 def test_a_number_says_which_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "_names", {})
-    assert adapters.number_of(0) == adapters.BASE
+    assert adapters.number_of(0) == BASE
     before = adapters.number_of(FIRST)
     assert before != adapters.number_of(SECOND)
     adapters.remember(FIRST, "poems")
@@ -341,7 +343,7 @@ def test_a_dummy_batch_loads_and_removes_no_adapters(active: int) -> None:
 def test_experts_without_adapters_are_refused() -> None:
     layer = SimpleNamespace(layer_name="layer 3")
     with pytest.raises(UnsupportedError, match="Experts of layer 3 takes no adapters"):
-        _experts_input(Experts(LEFT_OPEN["NoOP"]()), layer, adapters=True)
+        _experts_input(Experts(LEFT_OPEN["NoOP"]()), layer, [adapters.AdaptersOnExperts()])
 
 
 def test_what_experts_take_is_asked_as_with_adapters() -> None:
@@ -363,7 +365,7 @@ def test_what_experts_take_is_asked_as_with_adapters() -> None:
 
     experts = Triton()
     assert VllmExpertsInput.of(experts).quant_dtype == torch.float8_e4m3fn
-    assert _experts_input(experts, None, adapters=True).quant_dtype is None
+    assert _experts_input(experts, None, [adapters.AdaptersOnExperts()]).quant_dtype is None
     assert experts.context is None
 
 

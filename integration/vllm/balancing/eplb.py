@@ -118,6 +118,19 @@ def allow() -> None:
         parallel.current_platform = _PlatformForBalancing(present)
 
 
+def put_in_place(device_type: str) -> None:
+    """Let a worker's configuration and layers have the load balancer. Local; idempotent.
+
+    Args:
+        device_type: "cpu" or "cuda".
+    """
+    allow()
+    if device_type == "cpu":
+        from . import cpu_layers
+
+        cpu_layers.put_in_place()
+
+
 @contextlib.contextmanager
 def allowed() -> Iterator[None]:
     """Surround the creation of a configuration that asks for us with `allow`. Local."""

@@ -11,20 +11,20 @@ takes what they hold at each replay.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from moe_nvlink_plugin.errors import DisagreementError
+from moe_nvlink_plugin.errors import DisagreementError, UnsupportedError
+from moe_nvlink_plugin.integration.vllm.backend import BACKEND
+from moe_nvlink_plugin.integration.vllm.moe import features
+from moe_nvlink_plugin.integration.vllm.moe.features import BASE, NUMBER_BYTES
 
-#: The number that tokens without an adapter have; also the slot of no adapter, as in vLLM.
-BASE = -1
 #: What the table has for a slot without an adapter. No token has this number.
 _EMPTY = -2
-#: Bytes of a number.
-NUMBER_BYTES = 4
 
 #: vLLM's id of an adapter -> its name, for all adapters that this process has loaded.
 _names: dict[int, str] = {}
@@ -112,3 +112,45 @@ class AdapterNumbers:
                 "--lora-modules, or by /v1/load_lora_adapter at every API server."
             )
         return slots
+
+
+class AdaptersOnExperts(features.Feature):
+    """Lets the numbers of adapters travel to the experts of a layer."""
+
+    payload_bytes = (NUMBER_BYTES,)
+
+    def is_on(self, vllm_config: Any, moe_config: Any) -> bool:
+        """Return whether the layer's experts get adapters. Local."""
+        return on_experts(getattr(vllm_config, "lora_config", None))
+
+    def choose_experts(self, quant_method: Any) -> None:
+        """Give CPU ranks experts that compute adapters. Local; raises as `take_adapters`."""
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            from .cpu_experts import take_adapters
+
+            take_adapters(quant_method)
+
+    def check(self, experts: Any, layer: Any) -> None:
+        """Raise UnsupportedError for experts that take no adapters. Local."""
+        if not experts.supports_lora():
+            raise UnsupportedError(
+                f"--all2all-backend {BACKEND}: {type(experts).__name__} of {layer.layer_name} "
+                "takes no adapters (LoRA). Choose other experts with --moe-backend (triton is "
+                "one), or name other layers, such as q_proj, with --lora-target-modules."
+            )
+
+    @contextlib.contextmanager
+    def in_use(self, experts: Any) -> Iterator[None]:
+        """Surround a look at experts with a context of LoRA, as vLLM's layer gives one. Local."""
+        experts.set_lora_context(object())
+        try:
+            yield
+        finally:
+            experts.set_lora_context(None)
+
+
+def put_in_place() -> None:
+    """Let layers have adapters on their experts. Local; idempotent."""
+    features.add(AdaptersOnExperts())

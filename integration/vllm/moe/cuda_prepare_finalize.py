@@ -36,8 +36,8 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import InputError, UnsupportedError
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat
-from moe_nvlink_plugin.integration.vllm.lora.adapters import BASE
 
+from .features import BASE
 from .prepare_finalize import (
     UNQUANTISED,
     Arrived,

@@ -20,6 +20,7 @@ from moe_nvlink_plugin.integration.vllm.backend import CARRIER, selected_here
 from moe_nvlink_plugin.integration.vllm.balancing import eplb
 from moe_nvlink_plugin.integration.vllm.choices import KEY, WORDING, options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
+from moe_nvlink_plugin.integration.vllm.lora import adapters
 
 from . import graphs, metrics, worker
 
@@ -68,8 +69,9 @@ def attach(communicator: Any, device: torch.device) -> None:
     stage = get_pp_group().rank_in_group
     layers.put_in_place()
     if balances:
-        eplb.allow()
-        layers.put_balancing_in_place()
+        eplb.put_in_place(device.type)
+    if adapts:
+        adapters.put_in_place()
     if shares_head:
         from moe_nvlink_plugin.integration.vllm.draft import logits_processor, mtp
 
