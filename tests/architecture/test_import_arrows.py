@@ -16,7 +16,8 @@ SGLANG = "integration.sglang"
 VLLM = "integration.vllm"
 
 #: Room -> rooms it may import; every module belongs to one of them. The package's own __init__ is
-#: none: it is the tour, and fetches public names when they are first used.
+#: none: it is the tour, and fetches public names when they are first used. The modules right under
+#: VLLM are its lowest room; its own __init__, with the entry points, belongs to the highest.
 ARROWS: dict[str, set[str]] = {
     "doorway": set(),
     "recipes": {"doorway"},
@@ -32,9 +33,20 @@ ARROWS: dict[str, set[str]] = {
     "integration.flashinfer": {"doorway", "public", "integration.common"},
     SGLANG: {"doorway", "public", "integration.common"},
     VLLM: {"doorway", "public", "integration.common"},
+    f"{VLLM}.moe": {"doorway", "public", "integration.common", VLLM},
+    f"{VLLM}.balancing": {"doorway", "integration.common", VLLM, f"{VLLM}.moe"},
+    f"{VLLM}.lora": {"doorway", VLLM, f"{VLLM}.moe"},
+    f"{VLLM}.draft": {"doorway", "public", "integration.common", VLLM},
+    f"{VLLM}.scheduler": {"doorway", "integration.common", VLLM},
+    f"{VLLM}.plugin": {
+        *("doorway", "public", "integration.common", VLLM),
+        *(f"{VLLM}.{room}" for room in ("moe", "balancing", "lora", "draft", "scheduler")),
+    },
 }
 #: Modules right under the package that are no part of the doorway.
 ELSEWHERE = {"__main__": "tools"}
+#: Modules right under VLLM; its folders are rooms.
+VLLM_LOWEST = {"all2all_manager", "backend", "choices", "compat", "metrics"}
 #: The doorway's modules, and what an adapter, like any other user, may import of other rooms.
 DOORWAY = {"errors", "env", "config", "groups", "driver", "reference", "testing"}
 PUBLIC = {PACKAGE, f"{PACKAGE}.lm_head.cost"}
@@ -110,8 +122,11 @@ def room_of(module: str) -> str:
     parts = module.split(".")[1:]
     if not parts:
         return "public"
+    if parts[:2] == VLLM.split("."):
+        if len(parts) == 2:
+            return f"{VLLM}.plugin"
+        return VLLM if parts[2] in VLLM_LOWEST else ".".join(parts[:3])
     if parts[0] == "integration":
-        # vLLM's entry points stand in the package itself.
         return ".".join(parts[:2])
     if len(parts) == 1 and parts[0] in DOORWAY:
         return "doorway"
@@ -252,9 +267,11 @@ def test_new_and_unused_arrows_are_found() -> None:
     to_memory = Import(f"{PACKAGE}.jit.host", f"{PACKAGE}.memory.layout", 7)
     to_cost = Import(f"{PACKAGE}.{VLLM}.plugin.flag", f"{PACKAGE}.lm_head.cost", 8)
     to_group = Import(f"{PACKAGE}.{VLLM}.plugin.flag", f"{PACKAGE}.lm_head.group", 9)
-    arrows = {"jit": {"doorway"}, VLLM: {"public"}}
-    assert new_arrows([to_memory, to_cost, to_group], arrows) == [
+    to_sibling = Import(f"{PACKAGE}.{VLLM}.lora.loading", f"{PACKAGE}.{VLLM}.draft", 10)
+    arrows = {"jit": {"doorway"}, f"{VLLM}.plugin": {"public"}}
+    assert new_arrows([to_memory, to_cost, to_group, to_sibling], arrows) == [
         f"{to_memory.module}:7: jit -> memory ({to_memory.target})",
-        f"{to_group.module}:9: {VLLM} -> lm_head ({to_group.target})",
+        f"{to_group.module}:9: {VLLM}.plugin -> lm_head ({to_group.target})",
+        f"{to_sibling.module}:10: {VLLM}.lora -> {VLLM}.draft ({to_sibling.target})",
     ]
     assert unused_arrows([to_memory, to_cost], arrows) == {"jit -> doorway"}

@@ -23,7 +23,7 @@ from moe_nvlink_plugin.integration.common.draft_head import (
     refuse_shape,
 )
 from moe_nvlink_plugin.integration.common.options import MTP_LM_HEAD
-from moe_nvlink_plugin.integration.vllm import replacement
+from moe_nvlink_plugin.integration.vllm import compat
 from moe_nvlink_plugin.integration.vllm.choices import options_of
 
 from . import drafts
@@ -119,5 +119,5 @@ class MoeNvlinkLogitsProcessor(LogitsProcessor):
 
 
 def put_in_place() -> None:
-    """Register our logits processor. Local; idempotent; raises as `replacement`."""
-    replacement.put_in_place(LogitsProcessor, MoeNvlinkLogitsProcessor)
+    """Register our logits processor. Local; idempotent; raises as `compat.put_in_place`."""
+    compat.put_in_place(LogitsProcessor, MoeNvlinkLogitsProcessor)

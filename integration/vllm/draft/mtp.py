@@ -22,8 +22,9 @@ from moe_nvlink_plugin.integration.common.draft_head import DraftHead, Plan
 from moe_nvlink_plugin.integration.common.options import MTP_LM_HEAD
 from moe_nvlink_plugin.integration.vllm.all2all_manager import manager_of_ep_group
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND
+from moe_nvlink_plugin.integration.vllm.compat import DRAFTS, Draft
 
-from .drafts import DRAFTS, Draft, architecture
+from .drafts import architecture
 from .logits_processor import MoeNvlinkLogitsProcessor, plan_of, refuse_unfit
 
 

@@ -26,7 +26,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from moe_nvlink_plugin.errors import UnsupportedError
-from moe_nvlink_plugin.integration.vllm import replacement
+from moe_nvlink_plugin.integration.vllm import compat
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, selected_here
 
 from .features import features_of
@@ -56,8 +56,8 @@ def put_in_place() -> None:
     Raises:
         UnsupportedError: another plugin has replaced one of vLLM's classes.
     """
-    replacement.put_in_place(RoutedExperts, MoeNvlinkRoutedExperts)
-    replacement.put_in_place(MoERunner, MoeNvlinkMoERunner)
+    compat.put_in_place(RoutedExperts, MoeNvlinkRoutedExperts)
+    compat.put_in_place(MoERunner, MoeNvlinkMoERunner)
     RoutedExperts.__new__ = _create
 
 

@@ -74,14 +74,16 @@ class MoeNvlinkPlatform(_Base):
                 env.add_to_list(_RAY_PREFIXES, "MOE_NVLINK_")
         super().check_and_update_config(vllm_config)
         if is_selected:
-            from . import metrics, worker
+            from moe_nvlink_plugin.integration.vllm import metrics
+
+            from . import worker
 
             worker.put_in_place(vllm_config)
             metrics.serve(vllm_config)
         if backend.schedules(vllm_config):
-            from moe_nvlink_plugin.integration.vllm.scheduler import startup
+            from moe_nvlink_plugin.integration.vllm.scheduler import capacity
 
-            startup.prepare(vllm_config)
+            capacity.prepare(vllm_config)
         else:
             _refuse_options_of_our_scheduler(vllm_config)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from moe_nvlink_plugin import env
 from moe_nvlink_plugin.integration.common.metrics import write_whole
-from moe_nvlink_plugin.integration.vllm.places import metrics_folder, remove_at_exit
+from moe_nvlink_plugin.integration.vllm.metrics import metrics_folder, remove_at_exit
 
 _PREFIX = "moe_nvlink_capacity_"
 _GAUGES = {
