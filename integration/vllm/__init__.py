@@ -29,7 +29,7 @@ off the source): the modules beside this one <- ``moe`` <- ``balancing``, ``lora
 * ``scheduler``: schedulers that never evict, which ``--scheduler-cls`` names, with the flag or not.
 
 Without the flag and ``--scheduler-cls``, vLLM loads only ``backend``, ``flag``, ``platform`` and
-``common.logs`` of ours. All modules use ``integration.common``, which knows no framework.
+``logs`` of ours. All modules use ``integration.common``, which knows no framework.
 """
 
 from __future__ import annotations
@@ -81,6 +81,6 @@ def register() -> None:
 
 
 def _show_logs() -> None:
-    from moe_nvlink_plugin.integration.common.logs import show_through
+    from .logs import show_through
 
     show_through(logging.getLogger("vllm"))

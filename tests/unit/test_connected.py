@@ -12,9 +12,9 @@ import torch
 
 from moe_nvlink_plugin import check_connected
 from moe_nvlink_plugin.errors import MoeNvlinkError, PeerError, TransportError, UnsupportedError
-from moe_nvlink_plugin.integration.common import connection
 from moe_nvlink_plugin.integration.common.agreement import Ranks
 from moe_nvlink_plugin.integration.common.options import Wording, read
+from moe_nvlink_plugin.integration.vllm.plugin import connection
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from moe_nvlink_plugin.transport import hosts
 from moe_nvlink_plugin.transport.host import HostMemory

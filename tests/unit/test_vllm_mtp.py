@@ -41,14 +41,13 @@ from moe_nvlink_plugin.errors import (
     PeerError,
     UnsupportedError,
 )
-from moe_nvlink_plugin.integration.common import draft_head
 from moe_nvlink_plugin.integration.common.agreement import Ranks
-from moe_nvlink_plugin.integration.common.draft_head import DraftHead, DraftHeads, Plan
 from moe_nvlink_plugin.integration.common.options import MTP_LM_HEAD, Options
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MTP_MODEL, write_checkpoint
 from moe_nvlink_plugin.integration.vllm import backend, choices, compat
-from moe_nvlink_plugin.integration.vllm.draft import drafts, mtp
+from moe_nvlink_plugin.integration.vllm.draft import draft_head, drafts, mtp
+from moe_nvlink_plugin.integration.vllm.draft.draft_head import DraftHead, DraftHeads, Plan
 from moe_nvlink_plugin.integration.vllm.draft.logits_processor import (
     MoeNvlinkLogitsProcessor,
     plan_of,
@@ -895,7 +894,9 @@ def test_consecutive_ranks_share_and_the_groups_do_not_wait_for_each_other(
     def body(group: ThreadGroup) -> int:
         ranks = ranks_of(group)
         heads = DraftHeads(ranks, CPU)
-        managers.mine = SimpleNamespace(ranks=ranks, heads=heads, pool=SimpleNamespace(device=CPU))
+        managers.mine = SimpleNamespace(
+            ranks=ranks, part=lambda _kind: heads, pool=SimpleNamespace(device=CPU)
+        )
         head = shared_head(vllm_config, VOCAB)
         assert head is shared_head(vllm_config, VOCAB)
         assert head is not None

@@ -22,13 +22,13 @@ from vllm.platforms import current_platform
 
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import UnsupportedError
-from moe_nvlink_plugin.integration.common import input_scales
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Proposal
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.vllm.all2all_manager import manager_of_ep_group
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND
 
+from . import input_scales
 from .cpu_prepare_finalize import CpuPrepareAndFinalize
 from .cuda_prepare_finalize import CudaPrepareAndFinalize
 from .experts_input import VllmExpertsInput

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from moe_nvlink_plugin.errors import UnsupportedError
-from moe_nvlink_plugin.integration.common import connection
 from moe_nvlink_plugin.integration.common.agreement import Ranks
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm import metrics
@@ -23,7 +22,7 @@ from moe_nvlink_plugin.integration.vllm.choices import KEY, WORDING, options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
 from moe_nvlink_plugin.integration.vllm.lora import adapters
 
-from . import graphs, worker
+from . import connection, graphs, worker
 
 #: What lets ranks go on that no transport connects.
 _FALL_BACK = f'--additional-config \'{{"{KEY}": {{"fallback": "{CARRIER}"}}}}\''

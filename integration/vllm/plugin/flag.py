@@ -30,7 +30,7 @@ _HELP = (
 _NEEDED = (
     "moe_nvlink_plugin.kernels",
     "moe_nvlink_plugin.integration.common.pool",
-    "moe_nvlink_plugin.integration.common.draft_head",
+    "moe_nvlink_plugin.integration.vllm.draft.draft_head",
     "moe_nvlink_plugin.integration.vllm.plugin.validation",
 )
 

@@ -6,8 +6,7 @@ import logging
 from importlib.metadata import entry_points, version
 from typing import TYPE_CHECKING, Any
 
-from moe_nvlink_plugin.integration.common import logs
-from moe_nvlink_plugin.integration.vllm import backend
+from moe_nvlink_plugin.integration.vllm import backend, logs
 
 from . import flag
 

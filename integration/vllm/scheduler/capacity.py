@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
-from moe_nvlink_plugin.integration.common import logs
+from moe_nvlink_plugin.integration.vllm import logs
 from moe_nvlink_plugin.integration.vllm.backend import additional
 from moe_nvlink_plugin.integration.vllm.choices import CAPACITY, KEY
 

@@ -6,8 +6,7 @@ import torch
 
 from moe_nvlink_plugin import check_connected
 from moe_nvlink_plugin.errors import MoeNvlinkError, PeerError
-
-from .agreement import Ranks
+from moe_nvlink_plugin.integration.common.agreement import Ranks
 
 _PEER = "PeerError: "
 
