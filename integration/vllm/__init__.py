@@ -18,8 +18,9 @@ off the source): the modules beside this one <- ``moe`` <- ``balancing``, ``lora
   add to a layer.
 * ``balancing`` (``--enable-eplb``): what is refused and begun (``eplb``), what vLLM lacks on CPU
   ranks (``host_balancer``, ``cpu_layers``), and what follows a move of experts (``moves``).
-* ``lora`` (``--enable-lora``): how ranks know each other's ``adapters``, which ones they load
-  (``loading``), what computes them (``punica``, ``cpu_experts``).
+* ``lora`` (``--enable-lora``): what is refused, and how a rank knows the adapters of other
+  ranks' tokens (``adapters``), which adapters a rank loads (``loading``), and what computes them
+  (``punica``, ``cpu_experts``).
 * ``draft``: the LM head of an MTP draft, if ranks share it. ``drafts`` says what a configuration
   asks; ``logits_processor`` and ``mtp`` extend vLLM's classes.
 * ``plugin``: what the flag starts, in this order: ``flag`` (command line or Python ->

@@ -254,8 +254,8 @@ def naive_path():
 @scenario
 def apart():
     # What becomes of ranks that no transport connects; rank 0 speaks for all of them.
-    kept = vllm.config.get_current_vllm_config_or_none, communicator.connection.why_apart
-    communicator.connection.why_apart = lambda ranks, device: f"{ranks.size} ranks on {device}"
+    kept = vllm.config.get_current_vllm_config_or_none, communicator.why_apart
+    communicator.why_apart = lambda ranks, device: f"{ranks.size} ranks on {device}"
     warned, told = [], []
     communicator.logger.warning = lambda text, *values: warned.append(text % values)
     given = SimpleNamespace(use_all2all=True, all2all_manager="theirs")
@@ -268,7 +268,7 @@ def apart():
                 rank=lambda: rank, size=lambda: 2, all_gather_object=lambda mine: [mine] * 2
             )
             told.append(refusal(lambda: communicator.attach(given, device)))
-    vllm.config.get_current_vllm_config_or_none, communicator.connection.why_apart = kept
+    vllm.config.get_current_vllm_config_or_none, communicator.why_apart = kept
     return [told, warned, given.all2all_manager, sorted(op_registry_oot)]
 
 

@@ -1,4 +1,4 @@
-"""Adapters (LoRA) of experts: how a rank knows the adapter of a token that another rank dispatched.
+"""Adapters (LoRA): what is refused, and how a rank knows the adapter of another rank's token.
 
 Each rank of vLLM keeps adapters in slots of its own. With data parallelism one slot can hold
 different adapters on two ranks. So the slot does not travel with a token, as it does in vLLM's own
@@ -45,6 +45,44 @@ def on_experts(lora_config: Any) -> bool:
 def is_of_experts(module: str) -> bool:
     """Return whether a module of a model, by its dotted name, is or belongs to routed experts."""
     return "experts" in module.split(".")
+
+
+def problems(vllm_config: Any, *, worker_is_ours: bool) -> Iterator[str]:
+    """Yield what LoRA cannot serve; nothing if it is off. Local.
+
+    Args:
+        vllm_config: vLLM's VllmConfig, which asks for our backend.
+        worker_is_ours: whether workers will be of our class.
+    """
+    lora, parallel = vllm_config.lora_config, vllm_config.parallel_config
+    if lora is not None and vllm_config.speculative_config is not None:
+        yield "LoRA with drafts: remove --enable-lora or --speculative-config."
+    if not on_experts(lora):
+        return
+    slices, others = parallel.tensor_parallel_size, "name other layers with --lora-target-modules"
+    if slices > 1:
+        yield (
+            f"LoRA on experts with --tensor-parallel-size {slices}: experts get slices of the "
+            f"batch, and vLLM does not slice the adapters. Set it to 1, or {others}."
+        )
+    if lora.fully_sharded_loras:
+        yield f"LoRA on experts with --fully-sharded-loras: remove the flag, or {others}."
+    if parallel.enable_eplb:
+        yield (
+            "LoRA on experts with --enable-eplb: experts move, and vLLM leaves their adapters "
+            f"behind. Remove the flag, or {others}."
+        )
+    model = vllm_config.model_config
+    if model is not None and model.enable_sleep_mode:
+        yield (
+            "LoRA on experts with --enable-sleep-mode: sleep at level 2 loses which adapter is in "
+            f"which slot. Remove the flag, or {others}."
+        )
+    if not worker_is_ours:
+        yield (
+            f"LoRA on experts with --worker-cls {parallel.worker_cls}: its ranks would lose "
+            f"adapters while they have no requests. Remove the flag, or {others}."
+        )
 
 
 def remember(adapter_id: int, name: str) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin import check_connected
+from moe_nvlink_plugin.errors import MoeNvlinkError, PeerError, UnsupportedError
 from moe_nvlink_plugin.integration.common.agreement import Ranks
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm import metrics
@@ -22,10 +23,11 @@ from moe_nvlink_plugin.integration.vllm.choices import KEY, WORDING, options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
 from moe_nvlink_plugin.integration.vllm.lora import adapters
 
-from . import connection, graphs, worker
+from . import graphs, worker
 
 #: What lets ranks go on that no transport connects.
 _FALL_BACK = f'--additional-config \'{{"{KEY}": {{"fallback": "{CARRIER}"}}}}\''
+_PEER = "PeerError: "
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +93,24 @@ def attach(communicator: Any, device: torch.device) -> None:
     communicator.all2all_manager = manager
 
 
+def why_apart(ranks: Ranks, device: torch.device) -> str:
+    """Return why no transport connects the ranks; "" if one does. Collective.
+
+    Every rank gets the same text, so ranks that decide by it decide alike.
+    """
+    mine = ""
+    try:
+        check_connected(ranks.group, device)
+    except PeerError as error:
+        mine = _PEER + str(error)
+    except MoeNvlinkError as error:
+        mine = str(error)
+    problems = list(filter(None, ranks.gather(mine)))
+    # The rank whose own step failed says more than the ranks that heard of it.
+    problems.sort(key=lambda problem: problem.startswith(_PEER))
+    return problems[0].removeprefix(_PEER) if problems else ""
+
+
 def _can_exchange(group: Any, device: torch.device, options: Options) -> bool:
     """Return whether the ranks use our exchange; False: all of them fall back. Collective.
 
@@ -99,7 +119,7 @@ def _can_exchange(group: Any, device: torch.device, options: Options) -> bool:
             every rank.
     """
     ranks = Ranks(group, group.rank(), group.size(), WORDING)
-    problem = connection.why_apart(ranks, device)
+    problem = why_apart(ranks, device)
     if not problem:
         return True
     chosen = ranks.gather(options.fallback)
