@@ -25,6 +25,8 @@ from .choices import WORDING
 class Part(Protocol):
     """What else a worker shares with other ranks."""
 
+    def __init__(self, ranks: Ranks, device: torch.device) -> None: ...
+
     def stats(self) -> Mapping[str, object]:
         """Return sections of the counters' file. Local."""
         ...
@@ -80,14 +82,14 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase, OurManager):
     def _more_stats(self) -> dict[str, object]:
         return {name: section for read in self.sections for name, section in read().items()}
 
-    def part(self, kind: Callable[[Ranks, torch.device], P]) -> P:
+    def part(self, kind: type[P]) -> P:
         """Return the worker's only object of a class, made when first asked for. Local.
 
         Args:
             kind: the class. `destroy` closes the object, whose counters are in the counters' file.
         """
         for one in self._parts:
-            if type(one) is kind:
+            if isinstance(one, kind):
                 return one
         made = kind(self.ranks, self.pool.device)
         self._parts.append(made)
