@@ -1,12 +1,10 @@
-"""What every framework's adapter needs. Nothing here knows a framework.
+"""What more than one framework's adapter needs. Nothing here knows a framework.
 
 * ``agreement``: the ranks of a group, what they compare, and what each raises if they differ.
 * ``pool``: the exchanges of one worker by geometry, the bound of a step; start-up and counters.
-* ``formats``: the format in which the rows of a layer travel; ``input_scales``: static scales that
-  are equal on all ranks.
-* ``draft_head``: the LM head that ranks share, of a model that drafts tokens.
+* ``formats``: the format in which the rows of a layer travel.
 * ``options``: what a user can choose; ``refusals``: what is refused at start-up, and how it is
-  said; ``logs``, ``stats``, ``metrics``, ``watch``, ``slow_rank``: what a user sees of it.
+  said; ``stats``, ``watch``, ``slow_rank``: what a user sees of it.
 * ``names``: what an adapter's list of its framework's names is made of.
 
 An adapter says what the experts of a layer take (`formats.ExpertsInput`), and how its users write

@@ -15,10 +15,9 @@ from moe_nvlink_plugin.errors import MoeNvlinkError
 
 from .agreement import Geometry, Proposal, Ranks
 from .formats import DispatchFormat, ExpertsInput, choose
-from .metrics import Publication
 from .options import Options
 from .slow_rank import SlowRankWatch, Waits
-from .stats import StatsWriter
+from .stats import Publication, StatsWriter
 from .watch import FailureWatch
 
 logger = logging.getLogger(__name__)

@@ -1,21 +1,43 @@
-"""Shows this rank's counters to whoever watches a server: in a JSON file, and as metrics."""
+"""Shows this rank's counters to whoever watches a server: in a file and where an adapter says."""
 
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
 from moe_nvlink_plugin.errors import MoeNvlinkError
-
-from .metrics import Publication, write_whole
 
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 0.5
+
+#: A worker's counters, by name, as StatsWriter writes them.
+Snapshot = Mapping[str, Any]
+
+
+class Publication(Protocol):
+    """Where a worker's counters go. One thread calls it, and then another closes it."""
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Publish the newest counters. Local; raises OSError if it cannot."""
+        ...
+
+    def close(self) -> None:
+        """Give up what only a living worker needs. Local; idempotent."""
+        ...
+
+
+def write_whole(path: Path, content: Snapshot) -> None:
+    """Write a JSON file so that a reader sees the whole of one state. Local; raises OSError."""
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    scratch.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    scratch.replace(path)
 
 
 class StatsWriter:

@@ -1,4 +1,4 @@
-"""SGLang's door to the exchange: one entry point, and nothing done at import.
+"""SGLang's adapter: one entry point. The import of this module does nothing.
 
 ``register`` (group ``sglang.srt.plugins``) runs in every process of SGLang. It registers what
 makes ``--moe-a2a-backend moe_nvlink`` known and checked, and a hook that waits for arguments which
@@ -23,10 +23,10 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Registers our hooks with SGLang. Local.
+    """Register our hooks with SGLang. Local.
 
-    SGLang logs an exception with its traceback and goes on without the plugin. Its reason is also
-    kept for `effect.assert_hooks`.
+    SGLang logs an exception with its traceback and goes on without the plugin. This function also
+    keeps the reason for `effect.assert_hooks`.
     """
     from . import effect
 

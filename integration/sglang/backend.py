@@ -1,10 +1,11 @@
-"""Whether a SGLang configuration asks for our backend, and the names by which it does.
+"""Says whether a SGLang configuration asks for our backend, and the names by which it does.
 
 SGLang's enum of all-to-all backends is closed, and has one member for backends of plugins:
 ``customized``. What the user wrote stays in the raw ``ServerArgs``. Resolution declares the
 carrier, which SGLang's layers read.
 
-Imports nothing: every process of SGLang needs this module, also where the rest cannot be imported.
+This module imports nothing, because every process of SGLang needs it even if our other modules
+cannot be imported.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ DRAFT_FLAG = f"--speculative-moe-a2a-backend {BACKEND}"
 
 
 def serves_target(server_args: Any) -> bool:
-    """Whether the raw arguments name us for the target model. Local; any object, None included."""
+    """Return whether the raw arguments name us for the target model. Local; takes any object."""
     return getattr(server_args, TARGET_FIELD, None) == BACKEND
 
 
 def names_draft(server_args: Any) -> bool:
-    """Whether the raw arguments name us for the draft. Local; any object, None included."""
+    """Return whether the raw arguments name us for the draft. Local; takes any object."""
     return getattr(server_args, DRAFT_FIELD, None) == BACKEND
 
 
 def is_selected(server_args: Any) -> bool:
-    """Whether the raw arguments name us anywhere. Local; any object, None included."""
+    """Return whether the raw arguments name us anywhere. Local; takes any object."""
     return serves_target(server_args) or names_draft(server_args)

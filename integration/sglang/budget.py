@@ -24,9 +24,12 @@ MOST_REQUESTS = 4096
 class Budget(NamedTuple):
     """Tokens of one attention group, and the ranks that share them.
 
-    prefill: of one chunk, 0 where this server does no prefill. requests: that run at once.
-    tokens_per_request: of one step; more than one with speculative decoding. captured: requests
-    of the largest decode graph, 0 without graphs. ranks: of an attention group.
+    Attributes:
+        prefill: tokens of one chunk; 0 if this server does no prefill.
+        requests: requests that run at once.
+        tokens_per_request: tokens of one step; more than one with speculative decoding.
+        captured: requests of the largest decode graph; 0 without graphs.
+        ranks: ranks of an attention group.
     """
 
     prefill: int
@@ -44,9 +47,9 @@ class Budget(NamedTuple):
 
 
 def of(server_args: Any) -> Budget:
-    """The budget of resolved arguments, or of arguments that are being resolved. Local.
+    """Return the budget of arguments, resolved or being resolved. Local.
 
-    Equal on all ranks: nothing of it depends on a rank or on free memory.
+    It is equal on all ranks: nothing of it depends on a rank or on free memory.
     """
     view = resolved_view(server_args)
     decodes = view.disaggregation_mode != "prefill"

@@ -26,9 +26,10 @@ WORDING = Wording(
 
 
 def given(server_args: Any) -> Any:
-    """What the user wrote for us, None where nothing. Local; any object.
+    """Return what the user wrote for us; None if nothing. Local; takes any object.
 
-    Raises ConfigError if the flag holds no JSON object.
+    Raises:
+        ConfigError: the flag holds no JSON object.
     """
     text = getattr(server_args, "json_model_override_args", None) or "{}"
     try:
@@ -44,5 +45,5 @@ def given(server_args: Any) -> Any:
 
 
 def options_of(server_args: Any) -> Options:
-    """The choices of a configuration. Local; ConfigError as `given` and `options.read` raise it."""
+    """Return the choices of a configuration. Local; raises as `given` and `options.read`."""
     return read(given(server_args), WORDING)

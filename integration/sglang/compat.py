@@ -1,7 +1,7 @@
 """Every name of SGLang that this adapter touches, and the versions it was tried and read with.
 
-The tables in ``integration/README.md`` are these tuples in words; a test compares them. Another
-test reads SGLang's own source, of the releases in `READ`, and holds it against the signatures and
+The tables in ``integration/README.md`` say in words what these tuples say; a test compares them.
+Another test reads the source of the releases in `READ` and compares it with the signatures and
 fields listed here.
 """
 
@@ -123,7 +123,7 @@ FIELDS = (
 
 
 def sglang_version() -> str:
-    """The version of the installed distribution, "unknown" without one. Local."""
+    """Return the version of the installed distribution; "unknown" without one. Local."""
     try:
         return version("sglang")
     except PackageNotFoundError:
@@ -131,7 +131,7 @@ def sglang_version() -> str:
 
 
 def supported_versions() -> str:
-    """The cells of SGLang's row in the README's table of versions: supported, and how tried."""
+    """Return the cells of SGLang's row in README's table of versions: supported, how tried."""
     served, read = ", ".join(TRIED["cpu"]), " and ".join(READ)
     return (
         f"{served}; on GPUs: not run yet | {served} served models on CPU ranks; in the source of "
@@ -140,12 +140,16 @@ def supported_versions() -> str:
 
 
 def warn_if_untried(device_type: str) -> None:
-    """Logs a warning if no test has served a model with this SGLang on such a device. Local."""
+    """Log a warning if no test has served a model with this SGLang on such a device. Local."""
     tried = TRIED.get(device_type, ())
     names.warn_if_untried("SGLang", sglang_version(), device_type, tried, READ)
 
 
 def check_names() -> None:
-    """Raises UnsupportedError naming what this SGLang lacks of `TOUCHED`. Local, in workers."""
+    """Check that this SGLang has the names in `TOUCHED`. Local; a worker calls it at start-up.
+
+    Raises:
+        UnsupportedError: names are missing; the message lists them.
+    """
     needed = (one for one in TOUCHED if not one.since and not one.device)
     names.require(needed, "SGLang", sglang_version(), READ[-1])

@@ -1,7 +1,7 @@
-"""Whether our hooks took effect in this process. SGLang logs the failure of a plugin and goes on.
+"""Checks whether our hooks took effect in this process.
 
-With some hooks and without others a server would run and compute wrong sums. Therefore every
-dispatcher asks here before it is used.
+SGLang logs the failure of a plugin and goes on. With some hooks and without others a server would
+run and compute wrong sums. Therefore every dispatcher asks here before it is used.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ _failures: list[str] = []
 
 
 def note_failure(what: str, error: Exception) -> None:
-    """Remembers why a part of the plugin did not load, for `assert_hooks`. Local."""
+    """Remember for `assert_hooks` why a part of the plugin did not load. Local."""
     _failures.append(f"{what}: {type(error).__name__}: {error}")
 
 
 def forget() -> None:
-    """Drops what `note_failure` was told: the plugin is registered anew. Local, idempotent."""
+    """Forget what `note_failure` was told, because the plugin registers anew. Local; idempotent."""
     _failures.clear()
 
 
 def assert_hooks() -> None:
-    """Raises UnsupportedError that lists each hook without effect, and why if that is known. Local.
+    """Check that each hook took effect. Local.
 
-    For processes that build a model, after SGLang has published its arguments.
+    Processes that build a model call it after SGLang has published its arguments.
+
+    Raises:
+        UnsupportedError: hooks have no effect; the message lists them, and why if that is known.
     """
     missing = list(_missing())
     if not missing and not _failures:

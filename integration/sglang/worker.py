@@ -29,7 +29,7 @@ _pools: dict[str, ExchangePool] = {}
 
 
 class _Here(NamedTuple):
-    """Equal for all namespaces of this process."""
+    """What is equal for all namespaces of this process."""
 
     ranks: Ranks
     device: torch.device
@@ -38,16 +38,20 @@ class _Here(NamedTuple):
 
 
 def namespace() -> str:
-    """TARGET, or DRAFT while SGLang builds or runs a draft. Local."""
+    """Return TARGET, or DRAFT while SGLang builds or runs a draft. Local."""
     moe = get_flags().moe
     return DRAFT if moe.speculative_context or moe.in_speculative_scope else TARGET
 
 
 def pool(name: str | None = None) -> ExchangePool:
-    """The pool of a namespace, None: of the current one; made on first use. Local.
+    """Return the pool of a namespace, made on first use. Local.
 
-    Raises UnsupportedError if the expert-parallel group does not span all tensor-parallel ranks;
-    ConfigError as `options_of` raises it.
+    Args:
+        name: TARGET or DRAFT; None: the current namespace.
+
+    Raises:
+        UnsupportedError: the expert-parallel group does not span all tensor-parallel ranks.
+        ConfigError: as `options_of`.
     """
     name = namespace() if name is None else name
     if name not in _pools:
@@ -58,22 +62,22 @@ def pool(name: str | None = None) -> ExchangePool:
 
 
 def capacity() -> int:
-    """Tokens that one rank may dispatch in one round; equal on all ranks. Local."""
+    """Return how many tokens a rank may dispatch in one round; equal on all ranks. Local."""
     return _here().capacity
 
 
 def device() -> torch.device:
-    """Where this rank's layers work. Local."""
+    """Return where this rank's layers work. Local."""
     return _here().device
 
 
 def options() -> Options:
-    """This server's choices. Local."""
+    """Return this server's choices. Local."""
     return _here().options
 
 
 def close() -> None:
-    """Closes every pool: last counters, workspaces. Local, idempotent."""
+    """Close every pool: write the last counters, release workspaces. Local; idempotent."""
     while _pools:
         _pools.popitem()[1].close()
     _here.cache_clear()
@@ -81,7 +85,10 @@ def close() -> None:
 
 @functools.cache
 def _here() -> _Here:
-    """Asked first while the target model is built: a draft's context may narrow the groups."""
+    """Return what all namespaces share; first asked while the target model is built. Local.
+
+    Later, a draft's context may narrow the groups.
+    """
     server_args = get_server_args()
     group, ep_size = get_parallel().moe_ep_group, resolved_view(server_args).ep_size
     if group.world_size != ep_size:

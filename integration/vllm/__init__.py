@@ -5,27 +5,32 @@
   the configuration and names our communicator.
 * ``register`` (group ``vllm.general_plugins``) makes ``LLM(all2all_backend="moe_nvlink")`` work.
 
-The modules (``plugin`` imports all others; ``moe`` and ``draft`` do not import each other):
+The rooms, from the one that knows no other to the one that imports all (a test reads these arrows
+off the source): the modules beside this one <- ``moe`` <- ``balancing``, ``lora`` <- ``plugin``.
+``draft`` and ``scheduler`` need only the modules beside this one.
 
 * ``backend`` and ``choices`` say what a configuration asks of us. ``all2all_manager`` holds the
-  exchanges and shared heads of a worker. ``replacement`` registers one of our classes instead of
-  one of vLLM's. ``compat`` lists every name of vLLM that we touch.
+  exchanges and shared heads of a worker. ``metrics`` shows its counters. ``compat`` lists every
+  name of vLLM that we touch, and registers our classes instead of vLLM's.
 * ``moe``: two of our classes instead of vLLM's (``layers``), and per MoE layer a fused MoE method
   (``method``), a ``prepare_finalize`` (``cpu_prepare_finalize``, ``cuda_prepare_finalize``), and
-  what its experts take (``experts_input``, ``cpu_fp8_experts``). ``moves`` and ``cpu_balancing``
-  serve expert load balancing. ``adapters`` and ``cpu_lora_experts`` serve LoRA.
+  what its experts take (``experts_input``, ``cpu_fp8_experts``). By ``features`` the next two rooms
+  add to a layer.
+* ``balancing`` (``--enable-eplb``): what is refused and begun (``eplb``), what vLLM lacks on CPU
+  ranks (``host_balancer``, ``cpu_layers``), and what follows a move of experts (``moves``).
+* ``lora`` (``--enable-lora``): what is refused, and how a rank knows the adapters of other
+  ranks' tokens (``adapters``), which adapters a rank loads (``loading``), and what computes them
+  (``punica``, ``cpu_experts``).
 * ``draft``: the LM head of an MTP draft, if ranks share it. ``drafts`` says what a configuration
   asks; ``logits_processor`` and ``mtp`` extend vLLM's classes.
 * ``plugin``: what the flag starts, in this order: ``flag`` (command line or Python ->
-  ``additional_config``), ``platform``, ``validation``, ``worker``, ``metrics``, ``communicator``
-  (one per worker; ``cpu_communicator``, ``cuda_communicator``), which puts the rest in place.
-  ``balancing`` and ``host_balancer`` are for ``--enable-eplb``, ``punica`` and ``adapter_loading``
-  for ``--enable-lora``; ``graphs`` checks sizes of CUDA graphs.
+  ``additional_config``), ``platform``, ``validation``, ``worker``, ``communicator``, which puts the
+  rest in place (one per worker; ``cpu_communicator``, ``cuda_communicator``). ``graphs`` checks
+  sizes of CUDA graphs.
 * ``scheduler``: schedulers that never evict, which ``--scheduler-cls`` names, with the flag or not.
-  ``places`` says where processes leave what ``/metrics`` shows.
 
 Without the flag and ``--scheduler-cls``, vLLM loads only ``backend``, ``flag``, ``platform`` and
-``common.logs`` of ours. All modules use ``integration.common``, which knows no framework.
+``logs`` of ours. All modules use ``integration.common``, which knows no framework.
 """
 
 from __future__ import annotations
@@ -77,6 +82,6 @@ def register() -> None:
 
 
 def _show_logs() -> None:
-    from moe_nvlink_plugin.integration.common.logs import show_through
+    from .logs import show_through
 
     show_through(logging.getLogger("vllm"))

@@ -1,10 +1,10 @@
-"""vLLM's all-to-all manager of the expert-parallel group, with one worker's exchanges and heads."""
+"""vLLM's all-to-all manager of the expert-parallel group, with a worker's exchanges and heads."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from vllm.distributed import get_ep_group
@@ -12,19 +12,35 @@ from vllm.distributed.device_communicators.base_device_communicator import All2A
 
 from moe_nvlink_plugin import MoeAllToAll, env
 from moe_nvlink_plugin.errors import UnsupportedError
-from moe_nvlink_plugin.integration.common import logs
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
-from moe_nvlink_plugin.integration.common.draft_head import DraftHeads
-from moe_nvlink_plugin.integration.common.metrics import Publication
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
+from moe_nvlink_plugin.integration.common.stats import Publication
+from moe_nvlink_plugin.integration.vllm import logs
 
 from .backend import BACKEND, OurManager
 from .choices import WORDING
 
 
+class Part(Protocol):
+    """What else a worker shares with other ranks."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None: ...
+
+    def stats(self) -> Mapping[str, object]:
+        """Return sections of the counters' file. Local."""
+        ...
+
+    def close(self) -> None:
+        """Release what is shared. Local; idempotent."""
+        ...
+
+
+P = TypeVar("P", bound=Part)
+
+
 class MoeNvlinkAll2AllManager(All2AllManagerBase, OurManager):
-    """Holds the worker's `ExchangePool` and `DraftHeads` where vLLM expects its own manager.
+    """Holds the worker's `ExchangePool`, and `part`s, where vLLM expects its own manager.
 
     Args:
         cpu_group: a gloo group, which is used at start-up only.
@@ -50,9 +66,9 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase, OurManager):
         super().__init__(cpu_group, tcp_store_group)
         logs.show_through(logging.getLogger("vllm"))  # vLLM has configured its loggers again
         self.ranks = Ranks(cpu_group, self.rank, self.world_size, WORDING)
-        self.heads = DraftHeads(self.ranks, device)
         #: Each returns sections of the counters' file.
-        self.sections: list[Callable[[], Mapping[str, object]]] = [self.heads.stats]
+        self.sections: list[Callable[[], Mapping[str, object]]] = []
+        self._parts: list[Part] = []
         self.pool = ExchangePool(
             self.ranks,
             device,
@@ -65,6 +81,20 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase, OurManager):
 
     def _more_stats(self) -> dict[str, object]:
         return {name: section for read in self.sections for name, section in read().items()}
+
+    def part(self, kind: type[P]) -> P:
+        """Return the worker's only object of a class, made when first asked for. Local.
+
+        Args:
+            kind: the class. `destroy` closes the object, whose counters are in the counters' file.
+        """
+        for one in self._parts:
+            if isinstance(one, kind):
+                return one
+        made = kind(self.ranks, self.pool.device)
+        self._parts.append(made)
+        self.sections.append(made.stats)
+        return made
 
     def end_startup(self) -> None:
         """Give waits the ordinary limit from now on, because this worker has warmed up. Local."""
@@ -115,9 +145,10 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase, OurManager):
         )
 
     def destroy(self) -> None:
-        """Write the last counters; release exchanges and heads. Local; idempotent."""
+        """Write the last counters; release exchanges and parts. Local; idempotent."""
         self.pool.close()
-        self.heads.close()
+        for one in self._parts:
+            one.close()
 
 
 def manager_of_ep_group(what: str) -> MoeNvlinkAll2AllManager:

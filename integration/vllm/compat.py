@@ -3,20 +3,51 @@
 The tables in ``integration/README.md`` say in words what these tuples say; a test compares them.
 Another test reads the source of the releases in `READ` and compares it with the signatures and
 fields listed here. So the test finds a release that moves a name before a user does.
+
+`put_in_place` registers a class of ours instead of one of vLLM's layers.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.common import names
 from moe_nvlink_plugin.integration.common.names import Fields, Touched, methods, minor
 
-from .draft.drafts import DRAFTS
-from .scheduler import touched as scheduling
+from .backend import BACKEND
 
 #: Device -> minor versions of vLLM with which our tests have served models.
 TRIED: dict[str, tuple[str, ...]] = {"cpu": ("0.32",), "cuda": ()}
 #: Releases in whose source a test looks for every name below.
 READ = ("0.32.0", "0.33.0")
+
+
+class Draft(NamedTuple):
+    """One of vLLM's draft classes.
+
+    Attributes:
+        module: module of the class.
+        name: name of the class.
+        head_in_layer: whether the LM head and the norm before it are in the layer of the step
+            (``shared_head``), and not in the model (``lm_head``).
+    """
+
+    module: str
+    name: str
+    head_in_layer: bool
+
+
+_MODELS = "vllm.model_executor.models"
+
+#: vLLM's name of the draft's architecture -> draft.
+DRAFTS: dict[str, Draft] = {
+    "DeepSeekMTPModel": Draft(f"{_MODELS}.deepseek_mtp", "DeepSeekMTP", True),
+    "Glm4MoeMTPModel": Draft(f"{_MODELS}.glm4_moe_mtp", "Glm4MoeMTP", True),
+    "Qwen3NextMTP": Draft(f"{_MODELS}.qwen3_next_mtp", "Qwen3NextMTP", False),
+    "Qwen3_5MTP": Draft(f"{_MODELS}.qwen3_5_mtp", "Qwen3_5MTP", False),
+    "Qwen3_5MoeMTP": Draft(f"{_MODELS}.qwen3_5_mtp", "Qwen3_5MoeMTP", False),
+}
 
 
 _MOE = "vllm.model_executor.layers.fused_moe"
@@ -30,6 +61,10 @@ _LAYERS = "vllm.model_executor.layers"
 _PUNICA = "vllm.lora.punica_wrapper"
 _LORA_META = "vllm.lora.ops.triton_ops.lora_kernel_metadata"
 _BALANCER = "vllm.distributed.eplb.eplb_state"
+_MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
+_MANAGER = "vllm.v1.core.kv_cache_manager"
+_COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
 #: Parameters of vLLM's ops for MoE layers.
 _FORWARD = (
     *("hidden_states", "router_logits", "shared_experts_input", "input_ids", "layer_name"),
@@ -133,6 +168,55 @@ def _of_adapters() -> list[Touched]:
         ),
         Touched(f"{_MOE}.activation", "MoEActivation", "use", device="cpu"),
     ]
+
+
+#: What our schedulers touch.
+_SCHEDULING = (
+    Touched(_SCHEDULER, "Scheduler", "subclass"),
+    Touched(_SCHEDULER, "Scheduler.__init__", "subclass"),
+    *methods(
+        _SCHEDULER,
+        "Scheduler",
+        "subclass",
+        add_request=("request",),
+        update_from_output=("scheduler_output", "model_runner_output"),
+    ),
+    *methods(_SCHEDULER, "Scheduler", "use", has_unfinished_requests=()),
+    Touched("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", "subclass"),
+    *methods(
+        _MANAGER,
+        "KVCacheManager",
+        "patch",
+        allocate_slots=(
+            *("request", "num_new_tokens", "num_new_computed_tokens", "new_computed_blocks"),
+            "num_external_computed_tokens",
+        ),
+    ),
+    *(
+        Touched(_MANAGERS, name, "use")
+        for name in (
+            *("ChunkedLocalAttentionManager", "CircularBufferManager", "CrossAttentionManager"),
+            *("FullAttentionManager", "MambaManager", "RSWAManager"),
+            *("SinkFullAttentionManager", "SlidingWindowManager"),
+        )
+    ),
+    *methods(
+        _MANAGERS,
+        "SingleTypeKVCacheManager",
+        "use",
+        get_num_skipped_tokens=("num_computed_tokens",),
+    ),
+    *methods("vllm.v1.core.block_pool", "BlockPool", "use", get_num_free_blocks=()),
+    Touched("vllm.utils.math_utils", "cdiv", "use", ("a", "b")),
+    Touched("vllm.v1.request", "RequestStatus", "use"),
+    *methods(
+        "vllm.v1.request",
+        "Request",
+        "use",
+        get_num_encoder_embeds=("input_id",),
+        is_finished=(),
+    ),
+)
 
 
 TOUCHED = (
@@ -434,7 +518,7 @@ TOUCHED = (
         ),
         Touched("vllm._custom_ops", "cpu_prepack_moe_weight", "use", ("weight", "isa"), "cpu"),
     ),
-    *scheduling.TOUCHED,
+    *(one._replace(needed_for="scheduling") for one in _SCHEDULING),
 )
 
 
@@ -617,7 +701,43 @@ FIELDS = (
     ),
     Fields(f"{_LAYERS}.vocab_parallel_embedding", "VocabParallelEmbedding", ("quant_method",)),
     *_draft_fields(),
-    *scheduling.FIELDS,
+    Fields(
+        _SCHEDULER,
+        "Scheduler",
+        (
+            *("current_step", "encoder_cache_mismatch_reqs", "kv_cache_manager", "max_model_len"),
+            *("num_lookahead_tokens", "num_spec_tokens", "requests", "waiting"),
+        ),
+    ),
+    Fields(_MANAGER, "KVCacheManager", ("block_pool", "coordinator", "empty_kv_cache_blocks")),
+    Fields(_MANAGER, "KVCacheBlocks", ("blocks",)),
+    Fields(
+        _COORDINATOR, "KVCacheCoordinator", ("enable_partial_hash_hits", "single_type_managers")
+    ),
+    Fields(
+        _MANAGERS,
+        "SingleTypeKVCacheManager",
+        ("block_size", "kv_cache_spec", "max_admission_blocks_per_request", "req_to_blocks"),
+    ),
+    Fields("vllm.v1.core.kv_cache_utils", "KVCacheBlock", ("block_id", "is_null", "ref_cnt")),
+    Fields(
+        "vllm.v1.kv_cache_interface",
+        "MambaSpec",
+        ("mamba_cache_mode", "num_prefill_checkpoint_blocks", "num_speculative_blocks"),
+    ),
+    Fields(
+        "vllm.v1.request",
+        "Request",
+        (
+            *("max_tokens", "num_computed_tokens", "num_encoder_inputs", "num_output_tokens"),
+            *("num_prompt_tokens", "num_tokens", "request_id", "resumable", "status"),
+        ),
+    ),
+    Fields("vllm.v1.engine", "EngineCoreOutput", ("request_id", "stop_reason")),
+    Fields("vllm.v1.engine", "EngineCoreOutputs", ("outputs",)),
+    Fields("vllm.config", "VllmConfig", ("diffusion_config", "max_concurrent_batches")),
+    Fields("vllm.config", "SchedulerConfig", ("async_scheduling", "scheduler_cls")),
+    Fields("vllm.config", "ParallelConfig", ("data_parallel_index",)),
 )
 
 #: Names of vLLM's ops that we call; `OPS_MODULE` registers all of them.
@@ -678,5 +798,27 @@ def check_names(
 
 def check_scheduler_names() -> None:
     """Check that this vLLM has the names that our schedulers touch. Local; raises as above."""
-    needed = (one for one in TOUCHED if one.needed_for == scheduling.NEEDED_FOR)
+    needed = (one for one in TOUCHED if one.needed_for == "scheduling")
     names.require(needed, "vLLM", vllm_version(), READ[-1])
+
+
+def put_in_place(original: Any, ours: type) -> None:
+    """Make vLLM create `ours` wherever it would create `original`. Local; idempotent.
+
+    Raises:
+        UnsupportedError: another plugin has replaced `original`. vLLM would silently use the class
+            registered last, and one of the two plugins would not work.
+    """
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    name = original.__name__
+    present = op_registry_oot.get(name)
+    if present is ours:
+        return
+    if present is not None:
+        raise UnsupportedError(
+            f"--all2all-backend {BACKEND}: another plugin has already replaced vLLM's {name} "
+            f"by {present.__module__}.{present.__qualname__}. Disable that plugin "
+            "(VLLM_PLUGINS lists the plugins to load), or drop the flag."
+        )
+    original.register_oot(ours)

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "moe_nvlink_plugin"
-SGLANG = "integration.sglang"
-VLLM = "integration.vllm"
+COMMON = "integration.common"
+FLASHINFER, SGLANG, VLLM = "integration.flashinfer", "integration.sglang", "integration.vllm"
 
 #: Room -> rooms it may import; every module belongs to one of them. The package's own __init__ is
-#: none: it is the tour, and fetches public names when they are first used.
+#: none: it is the tour, and fetches public names when they are first used. The modules right under
+#: VLLM are its lowest room; its own __init__, with the entry points, belongs to the highest.
 ARROWS: dict[str, set[str]] = {
     "doorway": set(),
     "recipes": {"doorway"},
@@ -28,13 +29,24 @@ ARROWS: dict[str, set[str]] = {
     "exchange": {"doorway", "recipes", "jit", "memory", "plugins", "launch"},
     "lm_head": {"doorway", "memory", "plugins", "launch"},
     "tools": {"doorway", "transport", "jit", "plugins", "launch", "exchange", "lm_head"},
-    "integration.common": {"doorway", "public"},
-    "integration.flashinfer": {"doorway", "public", "integration.common"},
-    SGLANG: {"doorway", "public", "integration.common"},
-    VLLM: {"doorway", "public", "integration.common"},
+    COMMON: {"doorway", "public"},
+    FLASHINFER: {"doorway", "public", COMMON},
+    SGLANG: {"doorway", "public", COMMON},
+    VLLM: {"doorway", "public", COMMON},
+    f"{VLLM}.moe": {"doorway", "public", COMMON, VLLM},
+    f"{VLLM}.balancing": {"doorway", COMMON, VLLM, f"{VLLM}.moe"},
+    f"{VLLM}.lora": {"doorway", VLLM, f"{VLLM}.moe"},
+    f"{VLLM}.draft": {"doorway", "public", COMMON, VLLM},
+    f"{VLLM}.scheduler": {"doorway", COMMON, VLLM},
+    f"{VLLM}.plugin": {
+        *("doorway", "public", COMMON, VLLM),
+        *(f"{VLLM}.{room}" for room in ("moe", "balancing", "lora", "draft", "scheduler")),
+    },
 }
 #: Modules right under the package that are no part of the doorway.
 ELSEWHERE = {"__main__": "tools"}
+#: Modules right under VLLM; its folders are rooms.
+VLLM_LOWEST = {"all2all_manager", "backend", "choices", "compat", "logs", "metrics"}
 #: The doorway's modules, and what an adapter, like any other user, may import of other rooms.
 DOORWAY = {"errors", "env", "config", "groups", "driver", "reference", "testing"}
 PUBLIC = {PACKAGE, f"{PACKAGE}.lm_head.cost"}
@@ -110,8 +122,11 @@ def room_of(module: str) -> str:
     parts = module.split(".")[1:]
     if not parts:
         return "public"
+    if parts[:2] == VLLM.split("."):
+        if len(parts) == 2:
+            return f"{VLLM}.plugin"
+        return VLLM if parts[2] in VLLM_LOWEST else ".".join(parts[:3])
     if parts[0] == "integration":
-        # vLLM's entry points stand in the package itself.
         return ".".join(parts[:2])
     if len(parts) == 1 and parts[0] in DOORWAY:
         return "doorway"
@@ -141,6 +156,15 @@ def unused_arrows(imports: Iterable[Import], arrows: Mapping[str, set[str]]) -> 
     used = {arrow_of(one) for one in imports}
     allowed = {(source, target) for source, targets in arrows.items() for target in targets}
     return {f"{source} -> {target}" for source, target in allowed - used}
+
+
+def needed(room: str, other: str, imports: Iterable[Import]) -> set[str]:
+    """Modules of another room that a room and those below it need, directly or through others."""
+    edges = [(one.module, one.target) for one in imports]
+    found = {target for module, target in edges if f"{module}.".startswith(f"{PACKAGE}.{room}.")}
+    while more := {target for module, target in edges if module in found} - found:
+        found |= more
+    return {name for name in found if name.startswith(f"{PACKAGE}.{other}.")}
 
 
 def circles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:
@@ -187,6 +211,15 @@ def test_no_arrow_that_nobody_uses() -> None:
     assert not (found := unused_arrows(IMPORTS, ARROWS)), f"take away {found}"
 
 
+def test_common_holds_what_two_adapters_use() -> None:
+    """Directly, or through another module there."""
+    used: list[str] = []
+    for adapter in (FLASHINFER, SGLANG, VLLM):
+        used += needed(adapter, COMMON, IMPORTS)
+    here = {name for name in OURS.files if name.startswith(f"{PACKAGE}.{COMMON}.")}
+    assert {name for name in here if used.count(name) < 2} == set()
+
+
 def test_no_circle_of_rooms() -> None:
     assert not circles((room, other) for room, others in ARROWS.items() for other in others)
 
@@ -215,6 +248,10 @@ EXAMPLE = {
     "memory/__init__.py": "from .layout import C\n",
     "memory/layout.py": f"from {PACKAGE} import memory, jit\n",
 }
+
+
+#: Modules of jit/ that its modules import.
+EXAMPLE_JIT = ("cache", "host", "nvrtc")
 
 
 def example(folder: Path) -> list[tuple[str, str]]:
@@ -248,13 +285,22 @@ def test_every_circle_is_found(tmp_path: Path) -> None:
     assert circles([("a", "b"), ("a", "c"), ("b", "c")]) == []
 
 
+def test_what_a_room_needs_of_another_is_followed(tmp_path: Path) -> None:
+    example(tmp_path)
+    imports = list(Tree.below(tmp_path).imports())
+    assert needed("memory", "jit", imports) == set()
+    assert needed("jit", "jit", imports) == {f"{PACKAGE}.jit.{name}" for name in EXAMPLE_JIT}
+
+
 def test_new_and_unused_arrows_are_found() -> None:
     to_memory = Import(f"{PACKAGE}.jit.host", f"{PACKAGE}.memory.layout", 7)
     to_cost = Import(f"{PACKAGE}.{VLLM}.plugin.flag", f"{PACKAGE}.lm_head.cost", 8)
     to_group = Import(f"{PACKAGE}.{VLLM}.plugin.flag", f"{PACKAGE}.lm_head.group", 9)
-    arrows = {"jit": {"doorway"}, VLLM: {"public"}}
-    assert new_arrows([to_memory, to_cost, to_group], arrows) == [
+    to_sibling = Import(f"{PACKAGE}.{VLLM}.lora.loading", f"{PACKAGE}.{VLLM}.draft", 10)
+    arrows = {"jit": {"doorway"}, f"{VLLM}.plugin": {"public"}}
+    assert new_arrows([to_memory, to_cost, to_group, to_sibling], arrows) == [
         f"{to_memory.module}:7: jit -> memory ({to_memory.target})",
-        f"{to_group.module}:9: {VLLM} -> lm_head ({to_group.target})",
+        f"{to_group.module}:9: {VLLM}.plugin -> lm_head ({to_group.target})",
+        f"{to_sibling.module}:10: {VLLM}.lora -> {VLLM}.draft ({to_sibling.target})",
     ]
     assert unused_arrows([to_memory, to_cost], arrows) == {"jit -> doorway"}

@@ -25,7 +25,7 @@ def layer() -> Iterator[MoeAllToAll]:
 
 @pytest.fixture(autouse=True)
 def our_messages_reach_pytest() -> Iterator[None]:
-    """A vLLM in this process has taken our messages to its own handlers (`common.logs`)."""
+    """A vLLM in this process has taken our messages to its own handlers (`vllm.logs`)."""
     ours = logging.getLogger("moe_nvlink_plugin")
     before = ours.handlers, ours.level, ours.propagate
     ours.handlers, ours.propagate = [], True

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from moe_nvlink_plugin.integration.common import draft_head, logs, pool, watch
+from moe_nvlink_plugin.integration.common import pool, watch
+from moe_nvlink_plugin.integration.vllm import logs
+from moe_nvlink_plugin.integration.vllm.draft import draft_head
 
 
 class Framework:

@@ -19,8 +19,7 @@ from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm import backend
-from moe_nvlink_plugin.integration.vllm.moe import cpu_balancing
-from moe_nvlink_plugin.integration.vllm.plugin import balancing
+from moe_nvlink_plugin.integration.vllm.balancing import cpu_layers, eplb
 
 pytestmark = pytest.mark.usefixtures("environment")
 
@@ -46,12 +45,12 @@ def test_cpu_ranks_are_served_and_move_experts_between_steps(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(balancing.logger, "warning", told.append)
+    monkeypatch.setattr(eplb.logger, "warning", told.append)
     made = created(checkpoint, eplb_config={"num_redundant_experts": 2}).parallel_config
     assert made.enable_eplb
     assert not made.eplb_config.use_async
     assert ["--eplb-config.use_async=false" in text for text in told] == [True]
-    assert made.eplb_config.communicator == balancing.CPU_COMMUNICATOR
+    assert made.eplb_config.communicator == eplb.CPU_COMMUNICATOR
 
 
 def test_without_our_backend_vllm_refuses_as_before(checkpoint: Path) -> None:
@@ -73,7 +72,7 @@ def test_a_worker_may_copy_its_configuration(
         replace(made, model_config=made.model_config)
     monkeypatch.setattr(parallel, "current_platform", parallel.current_platform)
     for _ in range(2):
-        balancing.allow()
+        eplb.allow()
     assert replace(made, model_config=made.model_config).parallel_config.enable_eplb
     assert parallel.current_platform.device_type == "cpu"
 
@@ -101,7 +100,7 @@ def rules(device: str, **values: Any) -> list[str]:
     )
     config = {"parallel_config": parallel, "speculative_config": None, "use_v2_model_runner": False}
     asked = SimpleNamespace(**{**config, **values})
-    return list(balancing.problems(asked, device, worker_is_ours=True))
+    return list(eplb.problems(asked, device, worker_is_ours=True))
 
 
 def test_rules_that_this_machine_would_hide() -> None:
@@ -127,7 +126,7 @@ def physical(
     to_physical, replicas = maps([4, 0, 3, 1, 0, 2, 0, 3], 5)
     rows = None if unpadded is None else torch.tensor(unpadded, dtype=torch.int32)
     enabled = torch.tensor(counted)
-    return cpu_balancing.to_physical(ids, load, to_physical, replicas, enabled, rows)
+    return cpu_layers.to_physical(ids, load, to_physical, replicas, enabled, rows)
 
 
 def test_every_id_becomes_a_replica_of_its_expert() -> None:
@@ -174,12 +173,12 @@ def experts(kind: type) -> Any:
 
 
 def test_packed_weights_of_unquantised_experts_can_move() -> None:
-    cpu_balancing.check_movable(experts(cpu_moe.CPUUnquantizedExperts), "layer 3")
+    cpu_layers.check_movable(experts(cpu_moe.CPUUnquantizedExperts), "layer 3")
 
 
 def test_weights_of_which_nothing_is_known_cannot() -> None:
     with pytest.raises(UnsupportedError, match="CPUExpertsFp8 of layer 3 packs"):
-        cpu_balancing.check_movable(experts(cpu_moe.CPUExpertsFp8), "layer 3")
+        cpu_layers.check_movable(experts(cpu_moe.CPUExpertsFp8), "layer 3")
 
 
 def test_a_layout_that_mixes_experts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +188,6 @@ def test_a_layout_that_mixes_experts_is_found(monkeypatch: pytest.MonkeyPatch) -
     def mixing(weight: torch.Tensor, isa: str) -> torch.Tensor:
         return weight.transpose(0, 1).contiguous().view_as(weight)
 
-    monkeypatch.setattr(cpu_balancing, "cpu_prepack_moe_weight", mixing)
+    monkeypatch.setattr(cpu_layers, "cpu_prepack_moe_weight", mixing)
     with pytest.raises(UnsupportedError, match="Mixed of layer 3"):
-        cpu_balancing.check_movable(experts(Mixed), "layer 3")
+        cpu_layers.check_movable(experts(Mixed), "layer 3")

@@ -26,9 +26,10 @@ from vllm.model_executor.models.interfaces import MixtureOfExperts
 
 from moe_nvlink_plugin.errors import PeerError, UnsupportedError
 from moe_nvlink_plugin.integration.common.agreement import Ranks
+from moe_nvlink_plugin.integration.vllm.balancing import cpu_layers, moves
+from moe_nvlink_plugin.integration.vllm.balancing.host_balancer import HostEplbState
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
-from moe_nvlink_plugin.integration.vllm.moe import cpu_balancing, method, moves
-from moe_nvlink_plugin.integration.vllm.plugin.host_balancer import HostEplbState
+from moe_nvlink_plugin.integration.vllm.moe import features, method
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.support.ranks import run_processes
 from tests.unit import vllm_experts
@@ -57,7 +58,7 @@ class Runner:
     def physical(self, ids: torch.Tensor) -> torch.Tensor:
         """As vLLM's router does."""
         state = self.eplb_state
-        return cpu_balancing.to_physical(
+        return cpu_layers.to_physical(
             ids,
             state.expert_load_view,
             state.logical_to_physical_map,
@@ -125,6 +126,7 @@ def in_group(group: Any, rank: int, ep_size: int) -> dict[str, Any]:
 
 def served(rank: int, ep_size: int, ranks: Ranks) -> dict[str, Any]:
     """Rounds of both layers, of which each must be right, with moves between them."""
+    features.add(cpu_layers.MovableExperts())
     pool = vllm_experts.join_as(ranks)
     weights, runners = [Weights(layer) for layer in range(NUM_LAYERS)], []
     for number, one in enumerate(weights):

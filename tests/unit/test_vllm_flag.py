@@ -279,7 +279,7 @@ parser.parse_args(["serve", "model", "--all2all-backend", "moe_nvlink"])
         # Before our choice is on the command line, our entry points say it; vLLM does if it cannot
         # load them. vLLM has not configured its logger yet; Python prints errors all the same.
         ("moe_nvlink_plugin.integration.vllm.plugin.platform", "moe_nvlink is installed, and its"),
-        ("moe_nvlink_plugin.integration.common.logs", "moe_nvlink is installed, and its"),
+        ("moe_nvlink_plugin.integration.vllm.logs", "moe_nvlink is installed, and its"),
         ("moe_nvlink_plugin.integration.vllm", "Failed to load plugin moe_nvlink"),
     ],
     ids=["platform", "logs", "entry points"],
@@ -434,8 +434,8 @@ def test_without_the_flag_vllm_is_as_before(
     package, porch = "moe_nvlink_plugin", "moe_nvlink_plugin.integration"
     assert ours.pop("ours") == [
         *(package, f"{package}.errors", porch),
-        *(f"{porch}.common", f"{porch}.common.logs", f"{porch}.vllm"),
-        *(f"{porch}.vllm.{name}" for name in ("backend", "plugin", "plugin.flag")),
+        f"{porch}.vllm",
+        *(f"{porch}.vllm.{name}" for name in ("backend", "logs", "plugin", "plugin.flag")),
         f"{porch}.vllm.plugin.platform",
     ]
     assert theirs.pop("ours") == []

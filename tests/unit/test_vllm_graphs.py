@@ -18,12 +18,12 @@ from moe_nvlink_plugin.errors import DisagreementError
 from moe_nvlink_plugin.integration.common.agreement import Ranks
 from moe_nvlink_plugin.integration.common.pool import bound_of_step
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
-from moe_nvlink_plugin.integration.vllm.moe import layer_op
+from moe_nvlink_plugin.integration.vllm.moe import layers
 from moe_nvlink_plugin.integration.vllm.plugin import graphs
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 
 ATTENTION = torch.ops.vllm.unified_attention_with_output.default
-OURS = f"vllm::{layer_op.NAME}"
+OURS = f"vllm::{layers.OP_NAME}"
 
 
 def _traced(op: Any) -> torch.fx.GraphModule:
@@ -65,7 +65,7 @@ def test_a_layer_lies_inside_a_piece(name: str) -> None:
 
 
 def test_inductor_does_not_cut_at_our_op_either() -> None:
-    op = layer_op.layer_op().default
+    op = getattr(torch.ops.vllm, layers.OP_NAME).default
     assert OURS in graphs.LAYER_OPS
     assert torch.Tag.cudagraph_unsafe not in op.tags
     assert not op._schema.is_mutable

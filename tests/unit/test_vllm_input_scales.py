@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from moe_nvlink_plugin.integration.common import input_scales
+from moe_nvlink_plugin.integration.vllm.moe import input_scales
 from moe_nvlink_plugin.integration.vllm.moe.method import INPUT_SCALES
 from tests.support.ranks import run_processes
 

@@ -25,7 +25,7 @@ from moe_nvlink_plugin.exchange import layer as exchange_layer
 from moe_nvlink_plugin.exchange import ops
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm.moe import experts_input
-from moe_nvlink_plugin.integration.vllm.moe.layer_op import layer_op
+from moe_nvlink_plugin.integration.vllm.moe.layers import OP_NAME
 from moe_nvlink_plugin.testing import run_ranks
 from tests.unit import vllm_runner
 from tests.unit.test_vllm_quantised import TENSOR_SCALE, fp8, mxfp8, nvfp4
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("environment")
 ALLOCATIONS = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty")
 #: Our ops, vLLM's ops that call them, and the functions behind all of them.
 OURS: dict[Any, Callable[..., Any]] = {
-    layer_op().default: moe_runner._moe_forward,
+    getattr(torch.ops.vllm, OP_NAME).default: moe_runner._moe_forward,
     torch.ops.vllm.moe_forward_shared.default: moe_runner._moe_forward_shared,
     ops.dispatch: ops._dispatch,
     ops.combine: ops._combine,
@@ -57,7 +57,7 @@ OURS: dict[Any, Callable[..., Any]] = {
 #: Ops that launch nothing themselves. The first two return views of the workspace.
 QUIET = (
     *(ops.received, ops.received_scales),
-    *(layer_op().default, torch.ops.vllm.moe_forward_shared.default),
+    *(getattr(torch.ops.vllm, OP_NAME).default, torch.ops.vllm.moe_forward_shared.default),
 )
 TWO_LAUNCHES = ["moe_nvlink::dispatch", "moe_nvlink::combine_out"]
 

@@ -28,7 +28,7 @@ from moe_nvlink_plugin.integration.vllm import all2all_manager
 from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
 from moe_nvlink_plugin.integration.vllm.draft import logits_processor as draft_logits, mtp
-from moe_nvlink_plugin.integration.vllm.moe import layers, method
+from moe_nvlink_plugin.integration.vllm.moe import features, layers, method
 from moe_nvlink_plugin.integration.vllm.plugin import communicator, graphs
 from moe_nvlink_plugin.testing import ThreadGroup
 
@@ -37,6 +37,7 @@ results = {}
 
 def scenario(function):
     op_registry_oot.clear()
+    features._features.clear()
     results[function.__name__] = function()
 
 
@@ -186,19 +187,22 @@ def attached():
     )
     vllm.distributed.get_pp_group = lambda: SimpleNamespace(rank_in_group=stage)
     graphs.agree = lambda config, ranks: placed.append([config.name, ranks])
-    for name, size, method, stage in [
-        ("whole", 1, "mtp", 0),
-        ("shared", 2, "mtp", 0),
-        ("auto", "auto", "mtp", 0),
-        ("no draft", 1, None, 1),
+    for name, size, method, stage, balances, lora in [
+        ("whole", 1, "mtp", 0, False, None),
+        ("shared", 2, "mtp", 0, False, None),
+        ("auto", "auto", "mtp", 0, False, None),
+        ("no draft", 1, None, 1, False, None),
+        ("adapts", 1, None, 0, False, "a LoRAConfig"),
+        ("balances", 1, None, 0, True, None),
     ]:
+        features._features.clear()
         op_registry_oot.clear()
         asked = {"all2all_backend": "moe_nvlink", "moe_nvlink": {"mtp_lm_head_tp_size": size}}
         config = SimpleNamespace(
             name=name,
             additional_config=asked,
-            parallel_config=SimpleNamespace(enable_eplb=False),
-            lora_config=None,
+            parallel_config=SimpleNamespace(enable_eplb=balances),
+            lora_config=lora,
             instance_id=name,
             speculative_config=SimpleNamespace(method=method) if method else None,
         )
@@ -208,6 +212,7 @@ def attached():
         size = given.all2all_manager.options.mtp_lm_head_tp_size
         more = given.all2all_manager.given
         shown = [more["name"], more["publication"] is not None]
+        shown += [type(one).__name__ for one in features._features.values()]
         placed.append([name, size, sorted(op_registry_oot), *shown])
     (
         vllm.config.get_current_vllm_config_or_none,
@@ -249,8 +254,8 @@ def naive_path():
 @scenario
 def apart():
     # What becomes of ranks that no transport connects; rank 0 speaks for all of them.
-    kept = vllm.config.get_current_vllm_config_or_none, communicator.connection.why_apart
-    communicator.connection.why_apart = lambda ranks, device: f"{ranks.size} ranks on {device}"
+    kept = vllm.config.get_current_vllm_config_or_none, communicator.why_apart
+    communicator.why_apart = lambda ranks, device: f"{ranks.size} ranks on {device}"
     warned, told = [], []
     communicator.logger.warning = lambda text, *values: warned.append(text % values)
     given = SimpleNamespace(use_all2all=True, all2all_manager="theirs")
@@ -263,7 +268,7 @@ def apart():
                 rank=lambda: rank, size=lambda: 2, all_gather_object=lambda mine: [mine] * 2
             )
             told.append(refusal(lambda: communicator.attach(given, device)))
-    vllm.config.get_current_vllm_config_or_none, communicator.connection.why_apart = kept
+    vllm.config.get_current_vllm_config_or_none, communicator.why_apart = kept
     return [told, warned, given.all2all_manager, sorted(op_registry_oot)]
 
 
@@ -389,6 +394,10 @@ def test_only_a_shared_lm_head_replaces_more_than_moe_layers(
         ["no draft", "the ranks"],
         # A later stage of a pipeline: its counters' files have other names, as its ranks have not.
         ["no draft", 1, layers, "stage1", False],
+        ["adapts", "the ranks"],
+        ["adapts", 1, layers, "", True, "AdaptersOnExperts"],
+        ["balances", "the ranks"],
+        ["balances", 1, layers, "", True, "MovableExperts"],
     ]
 
 

@@ -28,11 +28,11 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from moe_nvlink_plugin.errors import DisagreementError, UnsupportedError
-from moe_nvlink_plugin.integration.vllm.moe import adapters, cpu_lora_experts
-from moe_nvlink_plugin.integration.vllm.moe.adapters import AdapterNumbers
+from moe_nvlink_plugin.integration.vllm.lora import adapters, cpu_experts, loading, punica
+from moe_nvlink_plugin.integration.vllm.lora.adapters import AdapterNumbers
 from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
+from moe_nvlink_plugin.integration.vllm.moe.features import BASE, NUMBER_BYTES
 from moe_nvlink_plugin.integration.vllm.moe.method import _experts_input
-from moe_nvlink_plugin.integration.vllm.plugin import adapter_loading, punica
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.unit import vllm_experts, vllm_layer, vllm_runner
 from tests.unit.vllm_experts import CAPACITY, HIDDEN_SIZE, INTERMEDIATE_SIZE, Weights, tokens
@@ -100,6 +100,7 @@ class RankWithAdapters:
     """A rank's MoE layer of vLLM, with adapters in the slots that this rank has them in."""
 
     def __init__(self, group: ThreadGroup, base: Weights, known: dict[int, Factors]) -> None:
+        adapters.put_in_place()
         layer = vllm_experts.make_layer(group.rank, group.size)
         name = f"layer of rank {group.rank}"
         vllm_experts.join(group)
@@ -180,7 +181,7 @@ def test_rows_on_cuda_ranks_get_slots_of_their_rank(monkeypatch: pytest.MonkeyPa
             return rows * of_slots[found.long()].unsqueeze(1)
 
         experts = Experts(LEFT_OPEN["NoOP"](), floats_of=with_gains)
-        layer = Layer(group, experts=experts, extra_payload_bytes=(adapters.NUMBER_BYTES,))
+        layer = Layer(group, experts=experts, extra_payload_bytes=(NUMBER_BYTES,))
         layer.subject.set_lora_context(context)
         # The second step has fewer tokens, and the second adapter is gone.
         for count, loaded in ((6, (FIRST, SECOND)), (2, (FIRST,))):
@@ -250,7 +251,7 @@ def test_tokens_without_an_adapter_stay_as_they_are() -> None:
 
 def test_a_number_says_which_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "_names", {})
-    assert adapters.number_of(0) == adapters.BASE
+    assert adapters.number_of(0) == BASE
     before = adapters.number_of(FIRST)
     assert before != adapters.number_of(SECOND)
     adapters.remember(FIRST, "poems")
@@ -291,7 +292,7 @@ def test_adapters_that_would_be_served_wrongly_are_refused(monkeypatch: pytest.M
     attention, expert = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.7.up_proj"
 
     def load(manager: Any) -> Any:
-        adapter_loading.guard(SimpleNamespace(lora_manager=manager))
+        loading.guard(SimpleNamespace(lora_manager=manager))
         return manager._load_adapter(request)
 
     only_attention = {"target_modules": ["q_proj", "v_proj"], "max_loras": 2}
@@ -304,7 +305,7 @@ def test_adapters_that_would_be_served_wrongly_are_refused(monkeypatch: pytest.M
     load(_manager({1, 3}, [expert], max_loras=2))  # the same one again, with other weights
     load(_manager({1}, [expert], max_loras=2))
     assert adapters._names == {3: "poems"}
-    adapter_loading.guard(SimpleNamespace())  # without --enable-lora
+    loading.guard(SimpleNamespace())  # without --enable-lora
 
 
 @pytest.mark.parametrize("active", [0, 2], ids=["V1 runner", "V2 runner"])
@@ -328,21 +329,21 @@ def test_a_dummy_batch_loads_and_removes_no_adapters(active: int) -> None:
         with runner.maybe_dummy_run_with_lora(config, one, one, True, active):
             events.append("run")
 
-    with adapter_loading.keeping(runner):
+    with loading.keeping(runner):
         dummy_run()
     assert events == [(0, (0,)), "run"]
     events.clear()
     dummy_run()
     assert (events[0], events[-1]) == ("dummy", "removed"), "vLLM's own again"
     runner.lora_config = None
-    with adapter_loading.keeping(runner):
+    with loading.keeping(runner):
         assert "maybe_dummy_run_with_lora" not in vars(runner)
 
 
 def test_experts_without_adapters_are_refused() -> None:
     layer = SimpleNamespace(layer_name="layer 3")
     with pytest.raises(UnsupportedError, match="Experts of layer 3 takes no adapters"):
-        _experts_input(Experts(LEFT_OPEN["NoOP"]()), layer, adapters=True)
+        _experts_input(Experts(LEFT_OPEN["NoOP"]()), layer, [adapters.AdaptersOnExperts()])
 
 
 def test_what_experts_take_is_asked_as_with_adapters() -> None:
@@ -364,7 +365,7 @@ def test_what_experts_take_is_asked_as_with_adapters() -> None:
 
     experts = Triton()
     assert VllmExpertsInput.of(experts).quant_dtype == torch.float8_e4m3fn
-    assert _experts_input(experts, None, adapters=True).quant_dtype is None
+    assert _experts_input(experts, None, [adapters.AdaptersOnExperts()]).quant_dtype is None
     assert experts.context is None
 
 
@@ -395,4 +396,4 @@ def test_cpu_layers_whose_adapters_are_not_served(method: Any, words: str) -> No
         method = object.__new__(UnquantizedFusedMoEMethod)
         method.__dict__["moe"] = moe
     with pytest.raises(UnsupportedError, match=words):
-        cpu_lora_experts.take_adapters(method)
+        cpu_experts.take_adapters(method)

@@ -41,14 +41,13 @@ from moe_nvlink_plugin.errors import (
     PeerError,
     UnsupportedError,
 )
-from moe_nvlink_plugin.integration.common import draft_head
 from moe_nvlink_plugin.integration.common.agreement import Ranks
-from moe_nvlink_plugin.integration.common.draft_head import DraftHead, DraftHeads, Plan
 from moe_nvlink_plugin.integration.common.options import MTP_LM_HEAD, Options
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MTP_MODEL, write_checkpoint
-from moe_nvlink_plugin.integration.vllm import backend, choices
-from moe_nvlink_plugin.integration.vllm.draft import drafts, mtp
+from moe_nvlink_plugin.integration.vllm import backend, choices, compat
+from moe_nvlink_plugin.integration.vllm.draft import draft_head, drafts, mtp
+from moe_nvlink_plugin.integration.vllm.draft.draft_head import DraftHead, DraftHeads, Plan
 from moe_nvlink_plugin.integration.vllm.draft.logits_processor import (
     MoeNvlinkLogitsProcessor,
     plan_of,
@@ -537,7 +536,7 @@ def class_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
             monkeypatch.setitem(sys.modules, f"torchvision{name}", MagicMock())
 
     def subclass(name: str) -> Any:
-        return mtp._subclass(mtp._imported(drafts.DRAFTS[name]), drafts.DRAFTS[name])
+        return mtp._subclass(mtp._imported(compat.DRAFTS[name]), compat.DRAFTS[name])
 
     return subclass
 
@@ -569,7 +568,7 @@ def _put_together(cls: Any, processor: LogitsProcessor) -> Any:
     return draft
 
 
-@pytest.mark.parametrize("name", list(drafts.DRAFTS))
+@pytest.mark.parametrize("name", list(compat.DRAFTS))
 def test_tokens_are_the_argmax_of_vllms_own_logits_step_by_step(
     name: str, class_of: Callable[[str], Any]
 ) -> None:
@@ -596,12 +595,12 @@ def test_tokens_are_the_argmax_of_vllms_own_logits_step_by_step(
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("name", list(drafts.DRAFTS))
+@pytest.mark.parametrize("name", list(compat.DRAFTS))
 def test_vllm_takes_our_subclass_for_a_draft(name: str, class_of: Callable[[str], Any]) -> None:
     from vllm.model_executor.models.registry import _RegisteredModel
 
     cls = class_of(name)
-    base: Any = mtp._imported(drafts.DRAFTS[name])
+    base: Any = mtp._imported(compat.DRAFTS[name])
     ours, theirs = (_RegisteredModel.from_model_cls(one).interfaces for one in (cls, base))
     assert dataclasses.replace(ours, architecture="") == dataclasses.replace(
         theirs, architecture=""
@@ -639,7 +638,7 @@ class Registry:
 
 
 def test_our_draft_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = mtp._imported(drafts.DRAFTS["Glm4MoeMTPModel"])
+    theirs = mtp._imported(compat.DRAFTS["Glm4MoeMTPModel"])
     registry = Registry(theirs, monkeypatch)
     mtp.put_in_place(_registering_config(), "cpu")
     ours = registry.models["Glm4MoeMTPModel"]
@@ -662,15 +661,15 @@ def test_a_draft_of_another_plugin_is_not_overwritten(monkeypatch: pytest.Monkey
 def test_a_vllm_that_would_build_its_own_draft_all_the_same_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    theirs = mtp._imported(drafts.DRAFTS["Glm4MoeMTPModel"])
+    theirs = mtp._imported(compat.DRAFTS["Glm4MoeMTPModel"])
     Registry(theirs, monkeypatch, built=theirs)
     with pytest.raises(UnsupportedError, match="would build Glm4MoeMTP although ours"):
         mtp.put_in_place(_registering_config(), "cpu")
 
 
 def test_a_draft_that_this_vllm_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = drafts.Draft("vllm.model_executor.models.no_such_mtp", "NoSuchMTP", True)
-    monkeypatch.setitem(drafts.DRAFTS, "NoSuchMTPModel", gone)
+    gone = compat.Draft("vllm.model_executor.models.no_such_mtp", "NoSuchMTP", True)
+    monkeypatch.setitem(compat.DRAFTS, "NoSuchMTPModel", gone)
     with pytest.raises(UnsupportedError, match=r"has no vllm.*no_such_mtp.NoSuchMTP"):
         mtp.put_in_place(_registering_config("NoSuchMTPModel"), "cpu")
 
@@ -895,7 +894,9 @@ def test_consecutive_ranks_share_and_the_groups_do_not_wait_for_each_other(
     def body(group: ThreadGroup) -> int:
         ranks = ranks_of(group)
         heads = DraftHeads(ranks, CPU)
-        managers.mine = SimpleNamespace(ranks=ranks, heads=heads, pool=SimpleNamespace(device=CPU))
+        managers.mine = SimpleNamespace(
+            ranks=ranks, part=lambda _kind: heads, pool=SimpleNamespace(device=CPU)
+        )
         head = shared_head(vllm_config, VOCAB)
         assert head is shared_head(vllm_config, VOCAB)
         assert head is not None

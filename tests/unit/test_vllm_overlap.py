@@ -29,7 +29,7 @@ from moe_nvlink_plugin.recipes import FP8_BLOCK, NVFP4
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.support.ranks import run_processes
 from tests.unit import vllm_experts, vllm_runner
-from tests.unit.test_vllm_ending import SCALE, CpuLayer, of_one_rank
+from tests.unit.test_vllm_epilogue import SCALE, CpuLayer, of_one_rank
 from tests.unit.test_vllm_quantised import experts_of
 from tests.unit.vllm_layer import CAPACITY, Layer, take_cuda_branches, work_of
 

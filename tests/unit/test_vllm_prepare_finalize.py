@@ -24,10 +24,10 @@ from moe_nvlink_plugin.errors import (
     UnsupportedError,
 )
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Proposal, Ranks
-from moe_nvlink_plugin.integration.common.draft_head import DraftHeads
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
+from moe_nvlink_plugin.integration.vllm.draft.draft_head import DraftHeads
 from tests.support.ranks import run_processes
 
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY = 7, 3, 32, 5

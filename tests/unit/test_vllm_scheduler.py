@@ -25,14 +25,13 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
-from moe_nvlink_plugin.integration.vllm import choices, places
+from moe_nvlink_plugin.integration.vllm import choices, metrics
 from moe_nvlink_plugin.integration.vllm.backend import schedules
 from moe_nvlink_plugin.integration.vllm.scheduler import (
     AsyncGuaranteedNoEvictScheduler,
     GuaranteedNoEvictScheduler,
     capacity,
-    metrics,
-    startup,
+    reports,
 )
 from tests.unit.vllm_schedulers import (
     BLOCK,
@@ -572,7 +571,7 @@ def test_one_name_stands_for_either_twin() -> None:
 
 def test_diffusion_models_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="diffusion"):
-        startup.check(SimpleNamespace(diffusion_config=object()))
+        capacity.check(SimpleNamespace(diffusion_config=object()))
 
 
 def test_a_configuration_tells_whether_it_names_us() -> None:
@@ -593,10 +592,10 @@ def test_metrics_reach_the_process_that_serves_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
-    monkeypatch.setattr(metrics, "EVERY_S", 0)
+    monkeypatch.setattr(reports, "EVERY_S", 0)
     one = scheduler(num_blocks=8)
-    collector, registry = metrics.Collector(), CollectorRegistry()
-    folder = places.metrics_folder(one.vllm_config)
+    collector, registry = reports.Collector(), CollectorRegistry()
+    folder = metrics.metrics_folder(one.vllm_config)
     assert folder is not None
     collector.folders.append(folder)
     registry.register(collector)
@@ -627,7 +626,7 @@ def test_metrics_of_several_servers_are_counted_together(tmp_path: Path) -> None
 from types import SimpleNamespace
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
-from moe_nvlink_plugin.integration.vllm.scheduler.metrics import Report, Reporter
+from moe_nvlink_plugin.integration.vllm.scheduler.reports import Report, Reporter
 config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=3))
 reporter = Reporter(config)
 reporter.publish(Report(1, 2, 3))

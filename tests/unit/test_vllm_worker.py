@@ -199,3 +199,30 @@ def test_the_manager_holds_startup_for_all_layers(
     manager.destroy()
     manager.destroy()
     assert manager.pool.exchanges == []
+
+
+def test_the_manager_makes_a_part_once_and_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared LM head is one: `draft.mtp` asks for it when it builds a draft."""
+    events: list[str] = []
+
+    class Heads:
+        def __init__(self, ranks: Ranks, device: torch.device) -> None:
+            events.append(f"{ranks.size} rank on {device}")
+
+        def stats(self) -> dict[str, int]:
+            return {"heads": 3}
+
+        def close(self) -> None:
+            events.append("closed")
+
+    def init(self: Any, cpu_group: Any, tcp_store_group: Any = None) -> None:
+        self.rank, self.world_size = 0, 1
+
+    (group,) = ThreadGroup.ranks(1)
+    monkeypatch.setattr(All2AllManagerBase, "__init__", init)
+    manager = MoeNvlinkAll2AllManager(group, device=torch.device("cpu"))
+    assert manager._more_stats() == {}
+    assert manager.part(Heads) is manager.part(Heads)
+    assert manager._more_stats() == {"heads": 3}
+    manager.destroy()
+    assert events == ["1 rank on cpu", "closed"]

@@ -27,9 +27,9 @@ import torch
 from moe_nvlink_plugin import ExchangeStats
 from moe_nvlink_plugin.integration.common import pool, slow_rank, stats
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
-from moe_nvlink_plugin.integration.common.metrics import RankFile, RanksCollector
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
+from moe_nvlink_plugin.integration.vllm.metrics import RankFile, RanksCollector
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from moe_nvlink_plugin.tools import cli, top
@@ -333,7 +333,7 @@ def test_a_pool_starts_the_watch_on_rank_0_and_ends_it(monkeypatch: pytest.Monke
 
 _PUBLISHES = """
 import sys
-from moe_nvlink_plugin.integration.common.metrics import ProcessCounters
+from moe_nvlink_plugin.integration.vllm.metrics import ProcessCounters
 counters = ProcessCounters()
 for rounds in (3, 7):
     counted = dict.fromkeys(("tokens", "bytes_dispatched", "bytes_dispatched_remote",

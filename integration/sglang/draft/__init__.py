@@ -26,7 +26,7 @@ from moe_nvlink_plugin.integration.common.options import MTP_LM_HEAD, Options
 
 
 def refusal(options: Options) -> str | None:
-    """Why these options cannot be served, None if they can. Local."""
+    """Return why these options cannot be served; None if they can. Local."""
     if not options.shares_lm_head:
         return None
     return (

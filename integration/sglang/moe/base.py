@@ -46,7 +46,19 @@ class Arrived(NamedTuple):
 
 
 class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
-    """One per MoE layer. Layers of one pool share its workspace, and by geometry its exchanges."""
+    """Dispatcher of one MoE layer. Layers of a pool share its workspace, and by geometry exchanges.
+
+    Args:
+        config: SGLang's MoeRunnerConfig of the layer.
+        pool: the worker's exchanges.
+        capacity: most tokens that a rank dispatches.
+        runner: what the layer's runner takes.
+        block_shape: rows and columns of a block of the layer's FP8 weights, or None.
+
+    Raises:
+        UnsupportedError: the exchange would misplace the layer; or as
+            `ExchangePool.agree_on_format`.
+    """
 
     #: Of what `combine` is given: that of what `dispatch` returned.
     combine_format: CombineInputFormat
@@ -59,13 +71,10 @@ class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
         runner: Runner,
         block_shape: Sequence[int] | None = None,
     ) -> None:
-        """Collective: every rank builds its layers in the same order.
+        """Make the exchange for the rows of a layer without quantisation. Collective.
 
-        The exchanges for the rows of a layer without quantisation are made here, and with them the
-        workspace, before SGLang measures how much memory it may give to its KV cache.
-
-        config: SGLang's MoeRunnerConfig of the layer. capacity: most tokens that a rank dispatches.
-        block_shape: of the layer's FP8 weights. Raises what `ExchangePool.agree_on_format` raises.
+        Every rank builds its layers in the same order. The workspace exists then, before SGLang
+        measures how much memory it may give to its KV cache.
         """
         super().__init__()
         self.runner_backend = config.runner_backend
@@ -87,7 +96,7 @@ class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
     # What SGLang calls.
 
     def set_quant_config(self, quant_config: dict[str, Any]) -> None:
-        """Chooses the format that the layer's rows travel in. Collective the first time.
+        """Choose the format in which the layer's rows travel. Collective the first time.
 
         SGLang calls it when the layer's weights are loaded. If it calls again because weights are
         replaced while it serves, only the value of a static scale may have changed: graphs keep the
@@ -110,11 +119,17 @@ class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
         self._experts = experts
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:
-        """Sends each token to the ranks of its experts; returns what the runner takes. Collective.
+        """Send each token to the ranks of its experts; return what the runner takes. Collective.
 
-        hidden_states `[num_tokens, hidden_size]`; topk_output: of SGLang's TopK, physical ids, -1
-        for none. A rank without tokens takes part with empty tensors. Raises UnsupportedError for a
-        form of top-k that `routing` does not read, and what `MoeAllToAll.dispatch` raises.
+        A rank without tokens takes part with empty tensors.
+
+        Args:
+            hidden_states: `[num_tokens, hidden_size]`.
+            topk_output: output of SGLang's TopK, with physical ids, -1 for none.
+
+        Raises:
+            UnsupportedError: `routing` does not read this form of top-k.
+            MoeNvlinkError: as `MoeAllToAll.dispatch`.
         """
         routing = routing_of(topk_output, hidden_states.shape[0])
         sent = self._format.send(hidden_states.contiguous(), self._experts)
@@ -131,11 +146,15 @@ class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
         return self._hand_out(self._round)
 
     def combine(self, combine_input: Any) -> torch.Tensor:
-        """`[num_tokens, hidden_size]`: the sums over all ranks' experts. Collective.
+        """Return `[num_tokens, hidden_size]`: the sums over all ranks' experts. Collective.
 
-        combine_input: the runner's, in the format that `dispatch` returned. Raises
-        ExchangeStateError without a dispatch, UnsupportedError for another format, and what
-        `MoeAllToAll.combine` raises.
+        Args:
+            combine_input: output of the runner, in the format that `dispatch` returned.
+
+        Raises:
+            ExchangeStateError: there was no dispatch.
+            UnsupportedError: the runner returned another format.
+            MoeNvlinkError: as `MoeAllToAll.combine`.
         """
         if self._round is None:
             raise ExchangeStateError("combine without a dispatch: call dispatch first, once each.")
@@ -155,21 +174,21 @@ class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
 
     @abc.abstractmethod
     def _hand_out(self, current: Round) -> Any:
-        """What the runner takes of a round that has arrived. Local."""
+        """Return what the runner takes of a round that has arrived. Local."""
 
     def _partial_rows(self, rows: torch.Tensor, current: Round) -> torch.Tensor:
-        """`[num_slots, hidden_size]`: the runner's rows, in the slots of what arrived. Local."""
+        """Return `[num_slots, hidden_size]`: the runner's rows in the slots of the round. Local."""
         return rows
 
     # What they share.
 
     def _bound_of_this_step(self) -> int:
-        """max_tokens of this step, equal on all ranks. Local."""
+        """Return max_tokens of this step, equal on all ranks. Local."""
         capacity = self._exchange.config.max_tokens_per_rank
         return bound_of_step(step.most_tokens_of_a_rank(), capacity)
 
     def _combine_input(self, current: Round) -> torch.Tensor:
-        """The combine region in the slots of a round. Local."""
+        """Return the combine region in the slots of a round. Local."""
         return self._exchange.combine_input(metadata=current.received.metadata)
 
     def _is_local(self, ids: torch.Tensor) -> torch.Tensor:
@@ -192,7 +211,7 @@ class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
         return True
 
     def _set_up(self, experts: SglangExpertsInput) -> None:
-        """Agrees on a format, and makes its exchange. Collective."""
+        """Agree on a format, and make its exchange. Collective."""
         chosen = self._pool.agree_on_format(self._name, experts, self._geometry)
         recipe = None if chosen.recipe is None else chosen.recipe.name
         self._exchange = self._pool.exchange(self._geometry._replace(recipe=recipe))
@@ -211,7 +230,7 @@ def _geometry(config: Any, capacity: int) -> Geometry:
 
 
 def _check(config: Any, geometry: Geometry, pool: ExchangePool) -> None:
-    """Raises UnsupportedError for a layer that the exchange would misplace. Local."""
+    """Raise UnsupportedError for a layer that the exchange would misplace. Local."""
     flag, ranks = pool.ranks.wording.flag, pool.ranks.size
     if config.num_fused_shared_experts:
         raise UnsupportedError(

@@ -24,8 +24,10 @@ from .base import MoeNvlinkDispatcher, Round
 class _Routes(NamedTuple):
     """The local choices of a round, in the order of the rows.
 
-    slots: `[num_rows]` of the receive buffer, those that are filled. weights: fp32 `[num_rows,
-    top_k]`. chosen: bool `[num_rows, top_k]`, with as many True as rows were handed out.
+    Attributes:
+        slots: `[num_rows]`: the filled slots of the receive buffer.
+        weights: `[num_rows, top_k]` float32.
+        chosen: `[num_rows, top_k]` bool, with as many True as rows were handed out.
     """
 
     slots: torch.Tensor
@@ -81,7 +83,7 @@ class CpuDispatcher(MoeNvlinkDispatcher):
 
 
 def _filled(recv_counts: torch.Tensor, max_tokens: int) -> torch.Tensor:
-    """`[num_rows] int64`: the slots of the rank-major buffers that hold a row."""
+    """Return `[num_rows]` int64: the slots of the rank-major buffers that hold a row. Local."""
     counts = recv_counts.tolist()
     starts = range(0, max_tokens * len(counts), max_tokens)
     slots = [torch.arange(start, start + n) for start, n in zip(starts, counts, strict=True)]

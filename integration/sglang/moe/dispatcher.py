@@ -11,11 +11,17 @@ from .base import MoeNvlinkDispatcher
 
 
 def create(moe_runner_config: Any, quant_method: Any) -> MoeNvlinkDispatcher:
-    """The dispatcher of one MoE layer, instead of SGLang's create_moe_dispatcher. Collective.
+    """Return the dispatcher of one MoE layer, for SGLang's create_moe_dispatcher. Collective.
 
-    Called while the model is built, in the namespace (target or draft) of that model, whose pool
-    the dispatcher keeps. Raises UnsupportedError for a hook that took no effect; and what
-    `forms.of_pool` raises.
+    SGLang calls it while it builds a model, in the namespace (target or draft) of that model, whose
+    pool the dispatcher keeps.
+
+    Args:
+        moe_runner_config: as SGLang passes it.
+        quant_method: as SGLang passes it.
+
+    Raises:
+        UnsupportedError: a hook took no effect; or as `forms.of_pool`.
     """
     effect.assert_hooks()
     return forms.of_pool(moe_runner_config, quant_method, worker.pool(), worker.capacity())

@@ -36,7 +36,7 @@ _DTYPES: dict[str, Any] = {"nvfp4": "nvfp4", "mxfp8": "mxfp8", "fp8_block": E4M3
 def natural_recipe(
     quant_config: Mapping[str, Any], runner: Runner, block_shape: Sequence[int] | None
 ) -> str | None:
-    """The recipe whose rows a layer takes as they travel; None: floats alone. Local."""
+    """Return the recipe whose rows a layer takes as they travel; None: floats only. Local."""
     if quant_config.get("input_global_scale") is not None:
         found = "nvfp4"
     elif quant_config.get("use_mxfp8"):
@@ -49,13 +49,20 @@ def natural_recipe(
 
 
 def wanted_recipe(natural: str | None, options: Options) -> str | None:
-    """The recipe that rows arrive in, out of `natural` and what the user chose. Local."""
+    """Return the recipe of arriving rows, from `natural` and what the user chose. Local."""
     chosen_by_default = options.dispatch == AUTO and natural != "fp8_block"
     return natural if chosen_by_default or options.dispatch == natural else None
 
 
 class SglangExpertsInput(ExpertsInput):
-    """What the experts of one layer take."""
+    """What the experts of one layer take.
+
+    Args:
+        wording: words of SGLang's messages.
+        runner: what the layer's runner takes.
+        recipe: recipe of the rows that the experts take; None: floats.
+        scale: the layer's input_global_scale, by which activations are multiplied.
+    """
 
     def __init__(
         self,
@@ -64,24 +71,21 @@ class SglangExpertsInput(ExpertsInput):
         recipe: str | None = None,
         scale: torch.Tensor | None = None,
     ) -> None:
-        """recipe: of the rows that they take; None: floats. scale: the layer's input_global_scale,
-        by which activations are multiplied.
-        """
         self._wording, self._runner, self.recipe, self._scale = wording, runner, recipe, scale
 
     @property
     def wording(self) -> Wording:
-        """Of SGLang's messages."""
+        """Words of SGLang's messages."""
         return self._wording
 
     @property
     def quant_dtype(self) -> Any:
-        """None for floats."""
+        """What the experts quantise to; None for floats."""
         return None if self.recipe is None else _DTYPES[self.recipe]
 
     @property
     def block_shape(self) -> Sequence[int] | None:
-        """Of fp8_block; the other two recipes have their own."""
+        """Rows and columns of a block of fp8_block; the other two recipes have their own."""
         return [128, 128] if self.recipe == "fp8_block" else None
 
     @property
@@ -96,7 +100,7 @@ class SglangExpertsInput(ExpertsInput):
 
     @property
     def static_scale(self) -> torch.Tensor | None:
-        """Of nvfp4. SGLang computes it of all experts' scales, so that it is equal on all ranks."""
+        """Scale of nvfp4. SGLang computes it from all experts' scales, so ranks have one."""
         return self._scale if self.recipe == "nvfp4" else None
 
     @property
@@ -105,7 +109,7 @@ class SglangExpertsInput(ExpertsInput):
         return False
 
     def quantised(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Float rows, quantised as SGLang's own dispatchers do it. Local; GPU only."""
+        """Return float rows, quantised as SGLang's own dispatchers do it. Local; GPU only."""
         if self.recipe == "nvfp4":
             from sglang.srt.layers.quantization.fp4_utils import fp4_quantize
 
@@ -121,7 +125,7 @@ class SglangExpertsInput(ExpertsInput):
         return tuple(sglang_per_token_group_quant_fp8(rows, 128))
 
     def laid_out(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Scales as bytes, which the runners take; of cutlass interleaved. Local; capturable."""
+        """Return scales as bytes, for cutlass interleaved. Local; capturable."""
         if self.recipe != "nvfp4":
             return scales
         scales = scales.view(torch.uint8)

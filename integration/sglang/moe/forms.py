@@ -19,11 +19,17 @@ from .standard import StandardFormDispatcher
 def of_pool(
     moe_runner_config: Any, quant_method: Any, pool: ExchangePool, capacity: int
 ) -> MoeNvlinkDispatcher:
-    """The dispatcher of one MoE layer, whose exchanges are the pool's. Collective.
+    """Return the dispatcher of one MoE layer, whose exchanges are the pool's. Collective.
 
-    moe_runner_config, quant_method: as SGLang hands them to create_moe_dispatcher. Raises
-    UnsupportedError for a runner that is not served and for a layer that the exchange would
-    misplace; and what `ExchangePool.agree_on_format` raises.
+    Args:
+        moe_runner_config: as SGLang passes it to create_moe_dispatcher.
+        quant_method: as SGLang passes it to create_moe_dispatcher.
+        pool: the worker's exchanges.
+        capacity: most tokens that a rank dispatches.
+
+    Raises:
+        UnsupportedError: the runner is not served, or the exchange would misplace the layer; or as
+            `ExchangePool.agree_on_format`.
     """
     with pool.ranks.telling_all(f"MoE layer {moe_runner_config.layer_id}"):
         flag = pool.ranks.wording.flag
@@ -33,7 +39,7 @@ def of_pool(
 
 
 def runner_for(config: Any, quant_method: Any, device: torch.device, flag: str) -> Runner:
-    """What the runner of a layer takes. Local; UnsupportedError as `runner_of` raises it."""
+    """Return what the runner of a layer takes. Local; raises as `runner_of`."""
     if device.type == "cpu":
         return CPU
     name = None if config.runner_backend is None else config.runner_backend.value
@@ -48,22 +54,23 @@ def runner_for(config: Any, quant_method: Any, device: torch.device, flag: str) 
 
 
 def class_for(runner: Runner) -> type[MoeNvlinkDispatcher]:
-    """The class that hands out what a runner takes. Local."""
+    """Return the class that hands out what a runner takes. Local."""
     if runner is CPU:
         return CpuDispatcher
     return FlashinferFormDispatcher if runner.global_ids else StandardFormDispatcher
 
 
 def _block_shape(quant_method: Any) -> Sequence[int] | None:
-    """Rows and columns of a block of the layer's weights; None where they have no blocks."""
+    """Return rows and columns of a block of the layer's weights; None without blocks. Local."""
     found = getattr(getattr(quant_method, "quant_config", None), "weight_block_size", None)
     return None if found is None else list(found)
 
 
 def _may_take_one_maximum(quant_method: Any) -> bool:
-    """Whether Triton may quantise all rows by one dynamic scale: quantised weights without blocks.
+    """Return whether Triton may quantise all rows by one dynamic scale. Local.
 
-    Whether the scale is static is known only when weights are loaded.
+    It may if weights are quantised without blocks. Whether the scale is static is known only when
+    weights are loaded.
     """
     quantised = getattr(quant_method, "quant_config", None) is not None
     return quantised and _block_shape(quant_method) is None

@@ -39,9 +39,9 @@ FUSED = (
 
 
 def register() -> None:
-    """Registers what this machine can import; nothing on a machine without CUDA. Local, idempotent.
+    """Register what this machine can import; nothing on a machine without CUDA. Local; idempotent.
 
-    A runner that cannot be imported is logged. If a layer asks for it, SGLang refuses to start.
+    It logs a runner that cannot be imported. If a layer asks for it, SGLang refuses to start.
     """
     if not torch.cuda.is_available():
         return  # the experts for a CPU have no runner
@@ -57,9 +57,9 @@ def register() -> None:
 
 
 def alias(one: Fused) -> None:
-    """Registers one function, whose module is imported, under our backend's name. Local.
+    """Register one function, whose module is imported, under our backend's name. Local.
 
-    Leaves an entry alone that is there. Logs a warning if SGLang has no such function.
+    It leaves an entry alone that is there. It logs a warning if SGLang has no such function.
     """
     from sglang.srt.layers.moe.moe_runner.base import FusedOpPool, register_fused_func
 

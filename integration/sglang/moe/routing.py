@@ -16,8 +16,10 @@ from moe_nvlink_plugin.errors import UnsupportedError
 class Routing(NamedTuple):
     """Where the rows of one rank go.
 
-    ids: `[num_tokens, top_k]` int32 or int64, global; -1 has no destination. weights: fp32, of the
-    same shape. logits: of the router, as SGLang hands them on; None where it has none.
+    Attributes:
+        ids: `[num_tokens, top_k]` int32 or int64, global; -1 has no destination.
+        weights: `[num_tokens, top_k]` float32.
+        logits: the router's, as SGLang passes them on; None if it has none.
     """
 
     ids: torch.Tensor
@@ -28,8 +30,10 @@ class Routing(NamedTuple):
 class SortedRoutes(NamedTuple):
     """Routes (a row and one of its experts) in the order of the experts.
 
-    counts: `[num_experts]` int32, routes of each expert. order: `[num_routes]` int32: numbers
-    `row * top_k + k`. weights: `[num_routes]` fp32, in that order.
+    Attributes:
+        counts: `[num_experts]` int32: routes of each expert.
+        order: `[num_routes]` int32: numbers `row * top_k + k`.
+        weights: `[num_routes]` float32, in that order.
     """
 
     counts: torch.Tensor
@@ -38,9 +42,10 @@ class SortedRoutes(NamedTuple):
 
 
 def routing_of(topk_output: Any, num_tokens: int) -> Routing:
-    """Ids and weights of what SGLang's TopK made for so many tokens. Local; capturable.
+    """Return ids and weights of what SGLang's TopK made for so many tokens. Local; capturable.
 
-    Raises UnsupportedError for the packed form, which does not keep weights in fp32.
+    Raises:
+        UnsupportedError: topk_output has the packed form, which does not keep weights in float32.
     """
     if TopKOutputChecker.format_is_bypassed(topk_output):
         topk_output = topk_output.to_standard()
@@ -59,10 +64,13 @@ def routing_of(topk_output: Any, num_tokens: int) -> Routing:
 
 
 def sorted_routes(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> SortedRoutes:
-    """Sorts routes by expert, for the runner triton_kernel. Local; capturable.
+    """Sort routes by expert, for the runner triton_kernel. Local; capturable.
 
-    ids: `[num_rows, top_k]`, local; a route of no expert here becomes one of expert 0 with weight
-    0, because the runner adds up all top_k routes of a row, computed or not.
+    Args:
+        ids: `[num_rows, top_k]`, local. A route of no expert here becomes a route of expert 0 with
+            weight 0, because the runner adds up all top_k routes of a row, computed or not.
+        weights: `[num_rows, top_k]`.
+        num_experts: number of this rank's experts.
     """
     flat = ids.flatten().clamp(min=0).to(torch.int64)
     order = torch.argsort(flat, stable=True)
@@ -73,7 +81,7 @@ def sorted_routes(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) ->
 
 
 def triton_kernel_output(routes: SortedRoutes, top_k: int) -> Any:
-    """Sorted routes in the form of SGLang's TopK for the runner triton_kernel. Local; GPU only."""
+    """Return sorted routes in the form of SGLang's TopK for triton_kernel. Local; GPU only."""
     from triton_kernels.tensor import make_ragged_tensor_metadata
 
     return TritonKernelTopKOutput(
@@ -86,7 +94,7 @@ def triton_kernel_output(routes: SortedRoutes, top_k: int) -> Any:
 
 
 def _of_sorted(topk_output: Any, num_tokens: int) -> Routing:
-    """The other way round: ids and weights by token of routes sorted by global expert.
+    """Return ids and weights by token, of routes sorted by global expert. Local; capturable.
 
     A batch padded for a CUDA graph has fewer routes than entries; the rest of the entries may hold
     anything.

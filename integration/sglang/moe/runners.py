@@ -31,12 +31,18 @@ AFTER_LAST, MINUS_ONE = "num_experts", "-1"
 class Runner(NamedTuple):
     """One line of the table above.
 
-    global_ids: hand out ``FlashinferDispatchOutput``; else ``StandardDispatchOutput``. padding: of
-    global ids. takes_region: `moe_output` is the combine region. wires: the recipes whose rows the
-    runner takes as they travel. interleaves_nvfp4: it takes nvfp4's scales in the layout of
-    FlashInfer's ``nvfp4_block_scale_interleave``. sorted_routes: it takes routes sorted by expert.
-    clears_empty: empty slots are handed out as zeros, because the runner may take one maximum of
-    all rows.
+    Attributes:
+        name: SGLang's name.
+        global_ids: whether to hand out ``FlashinferDispatchOutput``; else
+            ``StandardDispatchOutput``.
+        padding: padding of global ids.
+        takes_region: whether `moe_output` is the combine region.
+        wires: recipes whose rows the runner takes as they travel.
+        interleaves_nvfp4: whether it takes nvfp4's scales in the layout of FlashInfer's
+            ``nvfp4_block_scale_interleave``.
+        sorted_routes: whether it takes routes sorted by expert.
+        clears_empty: whether empty slots are handed out as zeros, because the runner may take one
+            maximum of all rows.
     """
 
     name: str
@@ -68,15 +74,20 @@ NAMES = tuple(dict.fromkeys(runner.name for runner in (*_LOCAL, *_GLOBAL)))
 
 
 def taking(recipe: str) -> frozenset[str]:
-    """Names of the runners that take a recipe's rows as they travelled. Local."""
+    """Return the names of the runners that take a recipe's rows as they travelled. Local."""
     return frozenset(one.name for one in (*_LOCAL, *_GLOBAL) if recipe in one.wires)
 
 
 def runner_of(name: str | None, dtype: torch.dtype, flag: str) -> Runner:
-    """What the runner takes whose SGLang name this is, for activations of a type. Local.
+    """Return what a runner takes, for activations of a type. Local.
 
-    name: None: SGLang computes the layer by a kernel without a runner. flag: what chose our
-    backend, for messages. Raises UnsupportedError for a runner that is not in the table.
+    Args:
+        name: SGLang's name of the runner; None: a kernel without a runner computes the layer.
+        dtype: type of the activations.
+        flag: what chose our backend, for messages.
+
+    Raises:
+        UnsupportedError: the runner is not in the table.
     """
     preferred = [*_GLOBAL, *_LOCAL] if dtype == torch.bfloat16 else [*_LOCAL, *_GLOBAL]
     for runner in preferred:

@@ -7,12 +7,12 @@ from sglang.srt.runtime_context import get_forward, get_parallel
 
 
 def most_tokens_of_a_rank() -> int | None:
-    """The most tokens of any rank in this step, equal on all ranks; None if SGLang has no number.
+    """Return the most tokens of any rank in this step, equal on all ranks; None if unknown. Local.
 
-    Local; reads host integers alone, so that a captured graph keeps the size it was captured for.
+    It reads only integers of the host, so a captured graph keeps the size it was captured for.
     SGLang agrees on the batch of each data-parallel rank before the forward; the ranks of its
-    attention group then share these rows out. Where prefill is sequence parallel, rows are shared
-    out in another way, and None is the answer.
+    attention group then share these rows out. If prefill is sequence parallel, SGLang shares rows
+    out in another way, and the result is None.
     """
     batches: list[int] | None = get_dp_global_num_tokens()
     if not batches or get_forward().sp_active:

@@ -27,12 +27,12 @@ class StreamOrder:
         self._ended: torch.cuda.Event | None = None
 
     def begins(self) -> None:
-        """Makes the current stream wait for the last round; the host does not wait. Local."""
+        """Make the current stream wait for the last round; the host does not wait. Local."""
         if self._ended is not None and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().wait_event(self._ended)
 
     def ended(self) -> None:
-        """Marks the end of a round on the current stream. Local."""
+        """Mark the end of a round on the current stream. Local."""
         if torch.cuda.is_current_stream_capturing():
             return
         if self._ended is None:
@@ -41,20 +41,20 @@ class StreamOrder:
 
 
 class NoOrder(StreamOrder):
-    """For CPU ranks: a round has ended when its call returns."""
+    """Order of CPU ranks, whose rounds have ended when their calls return."""
 
     def begins(self) -> None:
-        """Nothing to wait for."""
+        """Return: there is nothing to wait for. Local."""
 
     def ended(self) -> None:
-        """Nothing to mark."""
+        """Return: there is nothing to mark. Local."""
 
 
 _ORDERS: weakref.WeakKeyDictionary[ExchangePool, StreamOrder] = weakref.WeakKeyDictionary()
 
 
 def order_of(pool: ExchangePool) -> StreamOrder:
-    """The order of a pool's rounds: one for all layers on its workspace. Local."""
+    """Return the order of a pool's rounds: one for all layers on its workspace. Local."""
     if pool not in _ORDERS:
         _ORDERS[pool] = StreamOrder() if pool.device.type == "cuda" else NoOrder()
     return _ORDERS[pool]

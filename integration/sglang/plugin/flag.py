@@ -12,10 +12,14 @@ logger = logging.getLogger(__name__)
 
 
 def add_choice(result: Any, parser: argparse.ArgumentParser) -> None:
-    """After ``ServerArgs.add_cli_args``: two flags take our name too. Local, idempotent.
+    """Let two flags take our name too, after ``ServerArgs.add_cli_args``. Local; idempotent.
 
-    result: of the hooked function, which stays as it is. If a later SGLang has moved a flag, an
-    error is logged and SGLang refuses our name: an exception would end it for users without it.
+    If a later SGLang has moved a flag, this function logs an error, and SGLang refuses our name. An
+    exception would end SGLang also for users who have not chosen our backend.
+
+    Args:
+        result: result of the hooked function, which stays as it is.
+        parser: SGLang's parser.
     """
     found = {action.dest: action for action in parser._actions}
     for field in (TARGET_FIELD, DRAFT_FIELD):

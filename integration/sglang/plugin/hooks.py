@@ -23,7 +23,7 @@ WITHOUT_MODEL = ("tokenizer", "detokenizer", "dp_controller", "encoder", "weight
 
 
 def register() -> None:
-    """Registers the hooks of every process; SGLang applies them after all plugins. Local."""
+    """Register the hooks of every process; SGLang applies them after all plugins. Local."""
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -37,7 +37,7 @@ def register() -> None:
 
 
 def _resolves(ours: str) -> Callable[[Any, Callable[[Any], None]], None]:
-    """A wrapper of a step that imports ours when the arguments name us."""
+    """Return a wrapper of a step, which imports ours if the arguments name us. Local."""
 
     def wrapped(server_args: Any, previous: Callable[[Any], None]) -> None:
         if not backend.is_selected(server_args):
@@ -51,19 +51,27 @@ def _resolves(ours: str) -> Callable[[Any, Callable[[Any], None]], None]:
 
 
 def after_publish(result: Any, server_args: Any, *args: Any, role: str = "", **more: Any) -> None:
-    """After ``publish``: in processes that build a model for us, the hooks of its layers. Local.
+    """Hook the layers of processes that build a model for us, after ``publish``. Local.
 
-    result: of the hooked function, which stays as it is. Raises UnsupportedError as
-    `effect.assert_hooks` does.
+    Args:
+        result: result of the hooked function, which stays as it is.
+        server_args: as SGLang passes it.
+        role: as SGLang passes it.
+
+    Raises:
+        UnsupportedError: as `effect.assert_hooks`.
     """
     if backend.is_selected(server_args) and role not in WITHOUT_MODEL:
         put_in_place()
 
 
 def put_in_place() -> None:
-    """Puts our dispatchers in the place of SGLang's, and tells its layers what they do. Local.
+    """Put our dispatchers in the place of SGLang's, and tell its layers what they do.
 
-    Idempotent. Raises UnsupportedError as `effect.assert_hooks` does.
+    Local; idempotent.
+
+    Raises:
+        UnsupportedError: as `effect.assert_hooks`.
     """
     from sglang.srt.layers.moe.fused_moe_triton import layer
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
@@ -86,7 +94,10 @@ def put_in_place() -> None:
 
 
 def create_dispatcher(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around ``create_moe_dispatcher``: ours for layers that are to be served by us."""
+    """Return our dispatcher for layers that we serve. Collective; raises as `dispatcher.create`.
+
+    It surrounds SGLang's ``create_moe_dispatcher``.
+    """
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 
     if not get_moe_a2a_backend().is_customized():
@@ -97,7 +108,7 @@ def create_dispatcher(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def is_flashinfer(original: Callable[[Any], bool], member: Any) -> bool:
-    """Around ``MoeA2ABackend.is_flashinfer``: true for ours too.
+    """Return True for our backend too, around ``MoeA2ABackend.is_flashinfer``. Local.
 
     All its callers ask whether combine returns reduced rows, with expert parallelism across all
     tensor-parallel ranks and replicated shared experts. Ours does.

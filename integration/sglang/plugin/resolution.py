@@ -26,17 +26,20 @@ _SOURCE = "moe_nvlink"
 
 
 def handle_moe_kernel_config(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """SGLang's step that checks runners, which knows one backend of our kind by name. Local."""
+    """Check runners as SGLang's step does, which knows one backend of our kind by name. Local."""
     if backend.serves_target(server_args):
         declare_resolution(server_args, _SOURCE, moe_a2a_backend="flashinfer")
     previous(server_args)
 
 
 def handle_a2a_moe(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """SGLang's step for all-to-all backends: refuses, and declares what ours needs. Local.
+    """Refuse what we cannot serve, and declare what our backend needs. Local.
 
-    Raises UnsupportedError that lists everything we cannot serve. Refusals come before SGLang's own
-    step, which would move a server with waterfill to another backend.
+    It wraps SGLang's step for all-to-all backends. Refusals come before SGLang's own step, which
+    would move a server with waterfill to another backend.
+
+    Raises:
+        UnsupportedError: we cannot serve the arguments; the message lists every reason.
     """
     options = validation.check(server_args)
     view = resolved_view(server_args)
@@ -62,19 +65,24 @@ def handle_a2a_moe(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def validate_token_budget(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """After speculative decoding is resolved, where SGLang checks its own backend's budget. Local.
+    """Check our budget where SGLang checks its own backend's. Local; raises as `check_budget`.
 
-    Raises UnsupportedError as `validation.check_budget` does.
+    Speculative decoding is resolved then.
     """
     previous(server_args)
     validation.check_budget(server_args, budget.of(server_args))
 
 
 def travels_as_nvfp4(view: Any, model: Any, options: Options) -> bool:
-    """Whether SGLang's layers are to report the scale by which dispatch makes NVFP4 rows. Local.
+    """Return whether SGLang's layers shall report the scale by which dispatch makes NVFP4 rows.
 
-    view: resolved arguments. model: SGLang's ModelConfig. SGLang's own backend decides alike, and
-    also leaves the choice to the variable SGLANG_MOE_NVFP4_DISPATCH if it is set.
+    Local. SGLang's own backend decides alike, and also leaves the choice to the variable
+    SGLANG_MOE_NVFP4_DISPATCH if it is set.
+
+    Args:
+        view: resolved arguments.
+        model: SGLang's ModelConfig.
+        options: what the user chose.
     """
     if options.dispatch not in (AUTO, "nvfp4") or envs.SGLANG_MOE_NVFP4_DISPATCH.is_set():
         return False
@@ -84,7 +92,10 @@ def travels_as_nvfp4(view: Any, model: Any, options: Options) -> bool:
 
 
 def _has_block_fp8_on_hopper_or_newer(server_args: Any) -> bool:
-    """Whether DeepGEMM takes the weights. SGLang itself decides so for DeepEP alone."""
+    """Return whether DeepGEMM takes the weights. Local.
+
+    SGLang itself decides so for DeepEP only.
+    """
     platform = get_platform()
     if resolved_view(server_args).device != "cuda" or not (platform.is_sm90 or platform.is_sm100):
         return False

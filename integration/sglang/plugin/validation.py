@@ -29,9 +29,13 @@ ARCHITECTURES = (
 
 
 def check(server_args: Any) -> Options:
-    """Returns the options, or raises UnsupportedError listing everything that we cannot serve.
+    """Return the options of arguments that we can serve. Local.
 
-    Local. server_args: arguments that name our backend, before SGLang's step for such backends.
+    Args:
+        server_args: arguments that name our backend, before SGLang's step for such backends.
+
+    Raises:
+        UnsupportedError: we cannot serve them; the message lists every reason.
     """
     view = resolved_view(server_args)
     problems = [
@@ -62,7 +66,7 @@ def check(server_args: Any) -> Options:
 
 
 def check_budget(server_args: Any, budget: Budget) -> None:
-    """Raises UnsupportedError if no capacity bounds what a rank dispatches, or none fits. Local."""
+    """Raise UnsupportedError if no capacity bounds what a rank dispatches, or none fits. Local."""
     view = resolved_view(server_args)
     problems = [*_chunks(view), *_exchange(server_args, view, budget)]
     refusals.refuse(problems, compat.sglang_version(), choices.WORDING)
@@ -107,7 +111,7 @@ def _parallel(view: Any) -> Iterator[str]:
 
 
 def _overlap(view: Any) -> Iterator[str]:
-    """Both overlaps want a dispatcher in halves, the second also experts' rows in expert order."""
+    """Refuse overlaps: they want a dispatcher in halves, the second also rows in expert order."""
     if view.enable_two_batch_overlap:
         yield "two-batch overlap: remove --enable-two-batch-overlap."
     if view.enable_single_batch_overlap:
@@ -192,5 +196,5 @@ def _exchange(server_args: Any, view: Any, budget: Budget) -> Iterator[str]:
 
 
 def _num_experts(config: Any) -> int:
-    """Routed experts of a layer, 0 without any; the models of `ARCHITECTURES` have two names."""
+    """Return the number of routed experts of a layer, which `ARCHITECTURES` name in two ways."""
     return getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None) or 0

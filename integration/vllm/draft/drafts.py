@@ -6,42 +6,16 @@ This module imports nothing of vLLM, because it runs in every process that build
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from moe_nvlink_plugin.integration.common.options import AUTO, MTP_LM_HEAD, Options
 from moe_nvlink_plugin.integration.vllm.choices import WORDING, names
+from moe_nvlink_plugin.integration.vllm.compat import DRAFTS
 
 #: `speculative_config.method` of drafts that come with their target model.
 METHOD = "mtp"
 _VARIABLE = "MOE_NVLINK_MTP_LM_HEAD_TP"
 _OFF = f'remove "{MTP_LM_HEAD}" and {_VARIABLE}, which leaves the head whole'
-
-
-class Draft(NamedTuple):
-    """One of vLLM's draft classes.
-
-    Attributes:
-        module: module of the class.
-        name: name of the class.
-        head_in_layer: whether the LM head and the norm before it are in the layer of the step
-            (``shared_head``), and not in the model (``lm_head``).
-    """
-
-    module: str
-    name: str
-    head_in_layer: bool
-
-
-_MODELS = "vllm.model_executor.models"
-
-#: vLLM's name of the draft's architecture -> draft.
-DRAFTS: dict[str, Draft] = {
-    "DeepSeekMTPModel": Draft(f"{_MODELS}.deepseek_mtp", "DeepSeekMTP", True),
-    "Glm4MoeMTPModel": Draft(f"{_MODELS}.glm4_moe_mtp", "Glm4MoeMTP", True),
-    "Qwen3NextMTP": Draft(f"{_MODELS}.qwen3_next_mtp", "Qwen3NextMTP", False),
-    "Qwen3_5MTP": Draft(f"{_MODELS}.qwen3_5_mtp", "Qwen3_5MTP", False),
-    "Qwen3_5MoeMTP": Draft(f"{_MODELS}.qwen3_5_mtp", "Qwen3_5MoeMTP", False),
-}
 
 
 def is_mtp(vllm_config: Any) -> bool:

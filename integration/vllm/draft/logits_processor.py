@@ -15,18 +15,18 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from moe_nvlink_plugin import HeadConfig
 from moe_nvlink_plugin.errors import UnsupportedError
-from moe_nvlink_plugin.integration.common.draft_head import (
+from moe_nvlink_plugin.integration.common.options import MTP_LM_HEAD
+from moe_nvlink_plugin.integration.vllm import compat
+from moe_nvlink_plugin.integration.vllm.choices import options_of
+
+from . import drafts
+from .draft_head import (
     WAY_OUT,
     DraftHead,
     Plan,
     choose_size,
     refuse_shape,
 )
-from moe_nvlink_plugin.integration.common.options import MTP_LM_HEAD
-from moe_nvlink_plugin.integration.vllm import replacement
-from moe_nvlink_plugin.integration.vllm.choices import options_of
-
-from . import drafts
 
 
 def plan_of(vllm_config: Any, vocab_size: int, ranks: int, device: torch.device) -> Plan:
@@ -119,5 +119,5 @@ class MoeNvlinkLogitsProcessor(LogitsProcessor):
 
 
 def put_in_place() -> None:
-    """Register our logits processor. Local; idempotent; raises as `replacement`."""
-    replacement.put_in_place(LogitsProcessor, MoeNvlinkLogitsProcessor)
+    """Register our logits processor. Local; idempotent; raises as `compat.put_in_place`."""
+    compat.put_in_place(LogitsProcessor, MoeNvlinkLogitsProcessor)

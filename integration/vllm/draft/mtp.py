@@ -18,12 +18,13 @@ from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.model_executor.models import ModelRegistry
 
 from moe_nvlink_plugin.errors import UnsupportedError
-from moe_nvlink_plugin.integration.common.draft_head import DraftHead, Plan
 from moe_nvlink_plugin.integration.common.options import MTP_LM_HEAD
 from moe_nvlink_plugin.integration.vllm.all2all_manager import manager_of_ep_group
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND
+from moe_nvlink_plugin.integration.vllm.compat import DRAFTS, Draft
 
-from .drafts import DRAFTS, Draft, architecture
+from .draft_head import DraftHead, DraftHeads, Plan
+from .drafts import architecture
 from .logits_processor import MoeNvlinkLogitsProcessor, plan_of, refuse_unfit
 
 
@@ -128,7 +129,7 @@ def shared_head(vllm_config: Any, vocab_size: int) -> DraftHead | None:
     def find_plan() -> Plan:
         return plan_of(vllm_config, vocab_size, manager.ranks.size, device)
 
-    return manager.heads.head(find_plan, refuse_unfit)
+    return manager.part(DraftHeads).head(find_plan, refuse_unfit)
 
 
 def put_in_place(vllm_config: Any, device_type: str) -> None:

@@ -37,7 +37,7 @@ from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import InputError, UnsupportedError
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 
-from .adapters import BASE
+from .features import BASE
 from .prepare_finalize import (
     UNQUANTISED,
     Arrived,

@@ -17,19 +17,37 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import (
+    MoERunner,
+    _moe_forward,
+    _moe_forward_fake,
+)
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import direct_register_custom_op
 
 from moe_nvlink_plugin.errors import UnsupportedError
-from moe_nvlink_plugin.integration.vllm import replacement
+from moe_nvlink_plugin.integration.vllm import compat
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, selected_here
 
-from .adapters import on_experts
-from .ending import Ending, ending_with
-from .layer_op import layer_op
+from .features import features_of
 from .method import MoeNvlinkFusedMoEMethod, install_after_loading
+from .prepare_finalize import Epilogue, with_epilogue
 
 logger = logging.getLogger(__name__)
+
+#: ``torch.ops.vllm.moe_nvlink_forward``: a MoE layer that combine ends, as one op. vLLM has two ops
+#: for its layers. ``moe_forward_shared`` returns the routed output and that of the shared experts.
+#: ``moe_forward`` returns one output, but by its schema it writes its input: for that,
+#: torch.compile copies the rows that the same call gives to the router and to the shared experts.
+#: Our op returns one output and writes nothing else. Its function and its fake are vLLM's.
+OP_NAME = "moe_nvlink_forward"
+
+direct_register_custom_op(
+    op_name=OP_NAME,
+    op_func=_moe_forward,
+    fake_impl=_moe_forward_fake,
+    tags=tuple(torch.ops.vllm.moe_forward.default.tags),
+)
 
 
 def put_in_place() -> None:
@@ -38,8 +56,8 @@ def put_in_place() -> None:
     Raises:
         UnsupportedError: another plugin has replaced one of vLLM's classes.
     """
-    replacement.put_in_place(RoutedExperts, MoeNvlinkRoutedExperts)
-    replacement.put_in_place(MoERunner, MoeNvlinkMoERunner)
+    compat.put_in_place(RoutedExperts, MoeNvlinkRoutedExperts)
+    compat.put_in_place(MoERunner, MoeNvlinkMoERunner)
     RoutedExperts.__new__ = _create
 
 
@@ -59,14 +77,6 @@ def _extended(theirs: type) -> type:
     return type(name, (MoeNvlinkRoutedExperts, theirs), {"__module__": __name__})
 
 
-def put_balancing_in_place() -> None:
-    """Make vLLM's routers hand out physical ids on CPU too. Local; idempotent."""
-    if current_platform.is_cpu():
-        from . import cpu_balancing
-
-        cpu_balancing.put_in_place()
-
-
 class MoeNvlinkRoutedExperts(RoutedExperts):
     """vLLM's routed experts, which get our fused MoE method when their weights are loaded."""
 
@@ -80,8 +90,7 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
         if ours and hasattr(moe_config, "require_decomposed_backend"):
             # vLLM 0.33 and newer then chooses no experts that route inside their kernel.
             moe_config.require_decomposed_backend = True
-        lora_config = getattr(get_current_vllm_config_or_none(), "lora_config", None)
-        with_adapters = ours and on_experts(lora_config)
+        features = features_of(get_current_vllm_config_or_none(), moe_config) if ours else ()
         if ours and current_platform.is_cpu():
             # vLLM would choose Triton's experts, also for layers that get no adapters.
             moe_config.is_lora_enabled = False
@@ -91,11 +100,9 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
                 from .cpu_fp8_experts import serve_without_amx
 
                 serve_without_amx(quant_method)
-                if with_adapters:
-                    from .cpu_lora_experts import take_adapters
-
-                    take_adapters(quant_method)
-            install_after_loading(quant_method, adapters=with_adapters)
+            for feature in features:
+                feature.choose_experts(quant_method)
+            install_after_loading(quant_method, features)
         return quant_method
 
     def _replace_quant_method(self, quant_method: Any) -> None:
@@ -186,7 +193,7 @@ class MoeNvlinkMoERunner(MoERunner):
     def _select_forward(self) -> Any:
         """Return the custom op, also on CPU, where vLLM would let Dynamo trace the exchange."""
         if self._ends_in_combine:
-            return layer_op()
+            return getattr(torch.ops.vllm, OP_NAME)
         ops = torch.ops.vllm
         return ops.moe_forward if self._shared_experts is None else ops.moe_forward_shared
 
@@ -233,7 +240,7 @@ class MoeNvlinkMoERunner(MoERunner):
             return output
 
         try:
-            with ending_with(Ending(self.routed_scaling_factor, take_added)):
+            with with_epilogue(Epilogue(self.routed_scaling_factor, take_added)):
                 return apply(shared_experts_overlapping=False)  # take_added has waited
         except BaseException:
             if shared is not None:  # vLLM's next forward asserts that no output is left

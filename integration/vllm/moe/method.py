@@ -8,8 +8,10 @@ how the weights are loaded and processed, and our method forwards both to it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,17 +22,17 @@ from vllm.platforms import current_platform
 
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import UnsupportedError
-from moe_nvlink_plugin.integration.common import input_scales
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Proposal
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.vllm.all2all_manager import manager_of_ep_group
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND
 
-from .adapters import NUMBER_BYTES
+from . import input_scales
 from .cpu_prepare_finalize import CpuPrepareAndFinalize
 from .cuda_prepare_finalize import CudaPrepareAndFinalize
 from .experts_input import VllmExpertsInput
+from .features import Feature
 from .prepare_finalize import MoeNvlinkPrepareAndFinalize
 
 logger = logging.getLogger(__name__)
@@ -105,13 +107,13 @@ class MoeNvlinkFusedMoEMethod(FusedMoEModularMethod):
             self.moe_quant_config = self.old_quant_method.moe_quant_config
 
 
-def install_after_loading(quant_method: Any, *, adapters: bool = False) -> None:
+def install_after_loading(quant_method: Any, features: Sequence[Feature] = ()) -> None:
     """Replace a layer's quant method by ours as soon as the layer's weights are processed. Local.
 
     Args:
         quant_method: vLLM's method of one layer. Its next process_weights_after_loading is
             collective over the EP group, and raises as `install`.
-        adapters: as `install` takes it.
+        features: as `install` takes them.
     """
     original = quant_method.process_weights_after_loading
     is_wrapped = "process_weights_after_loading" in vars(quant_method)  # by somebody before us
@@ -121,22 +123,23 @@ def install_after_loading(quant_method: Any, *, adapters: bool = False) -> None:
         del quant_method.process_weights_after_loading  # from now on our method forwards to it
         if is_wrapped:
             quant_method.process_weights_after_loading = original
-        install(quant_method, layer, adapters=adapters)
+        install(quant_method, layer, features)
 
     quant_method.process_weights_after_loading = process_weights_after_loading
 
 
-def install(quant_method: Any, layer: Any, *, adapters: bool = False) -> None:
+def install(quant_method: Any, layer: Any, features: Sequence[Feature] = ()) -> None:
     """Process a layer's weights; then replace its quant method. Collective over the EP group.
 
     Args:
         quant_method: vLLM's method of the layer.
         layer: vLLM's RoutedExperts, with weights as its checkpoint has them.
-        adapters: whether vLLM will give the experts adapters (LoRA).
+        features: what the layer has beside the exchange.
 
     Raises:
         UnsupportedError: the experts are outside of the modular kernel, or are not placed in
-            contiguous ranges, or take no adapters, or no recipe has the format that they take.
+            contiguous ranges, or a feature refuses them, or no recipe has the format that they
+            take.
         ConfigError: the format does not support the hidden size.
         PeerError: another rank raised one of these.
     """
@@ -146,8 +149,7 @@ def install(quant_method: Any, layer: Any, *, adapters: bool = False) -> None:
         _process(quant_method, layer)
         _check_modular(quant_method, layer)
         _check_summed_once(layer)
-        _check_movable(quant_method, layer)
-        taken = _experts_input(quant_method.moe_kernel.fused_experts, layer, adapters=adapters)
+        taken = _experts_input(quant_method.moe_kernel.fused_experts, layer, features)
     moe = layer.moe_config
     geometry = Geometry(
         num_experts=moe.num_experts,
@@ -162,8 +164,8 @@ def install(quant_method: Any, layer: Any, *, adapters: bool = False) -> None:
         geometry = geometry._replace(recipe=chosen.recipe.name, scales_layout=chosen.scales_layout)
     if pool.device.type == "cuda":  # the experts then read ids and weights where they arrive
         geometry = geometry._replace(received_ids="elsewhere")
-    if adapters:
-        geometry = geometry._replace(extra_payload_bytes=(NUMBER_BYTES,))
+    if payload_bytes := tuple(size for one in features for size in one.payload_bytes):
+        geometry = geometry._replace(extra_payload_bytes=payload_bytes)
     exchange = pool.exchange(geometry)
     with pool.ranks.telling_all(layer.layer_name):
         prepare_finalize = _prepare_finalize(pool, exchange, layer.expert_map, chosen)
@@ -227,32 +229,14 @@ def _check_summed_once(layer: Any) -> None:
         )
 
 
-def _experts_input(experts: Any, layer: Any, *, adapters: bool) -> VllmExpertsInput:
-    """Return what experts take, and with adapters what they take when they have a context."""
-    if not adapters:
+def _experts_input(experts: Any, layer: Any, features: Sequence[Feature]) -> VllmExpertsInput:
+    """Return what experts take with the layer's features. Local; raises as `Feature.check`."""
+    for feature in features:
+        feature.check(experts, layer)
+    with contextlib.ExitStack() as stack:
+        for feature in features:
+            stack.enter_context(feature.in_use(experts))
         return VllmExpertsInput.of(experts)
-    if not experts.supports_lora():
-        raise UnsupportedError(
-            f"--all2all-backend {BACKEND}: {type(experts).__name__} of {layer.layer_name} takes no "
-            "adapters (LoRA). Choose other experts with --moe-backend (triton is one), or name "
-            "other layers, such as q_proj, with --lora-target-modules."
-        )
-    experts.set_lora_context(object())
-    try:
-        return VllmExpertsInput.of(experts)
-    finally:
-        experts.set_lora_context(None)
-
-
-def _check_movable(quant_method: Any, layer: Any) -> None:
-    """Check weights of CPU ranks that vLLM's load balancer will move. Local.
-
-    On CUDA ranks vLLM has checked the quant method when it created the layer.
-    """
-    if layer.moe_config.moe_parallel_config.enable_eplb and current_platform.is_cpu():
-        from .cpu_balancing import check_movable
-
-        check_movable(quant_method.moe_kernel.fused_experts, layer.layer_name)
 
 
 def _pool() -> ExchangePool:

@@ -16,7 +16,9 @@ micro-batch has a channel of the exchange.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -34,14 +36,54 @@ from moe_nvlink_plugin.errors import ExchangeStateError, UnsupportedError
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 from moe_nvlink_plugin.integration.common.pool import bound_of_step
 
-from . import ending
-from .adapters import BASE, NUMBER_BYTES
 from .experts_input import VllmExpertsInput
+from .features import BASE, NUMBER_BYTES
 
 T = TypeVar("T")
 
 #: Activations as they are, for experts that take floats.
 UNQUANTISED = DispatchFormat()
+
+
+class Epilogue(NamedTuple):
+    """What combine does with the sum of a layer.
+
+    After the routed experts vLLM multiplies their sum by the routed scaling factor and adds the
+    output of the shared experts: two more launches, and two more roundings. Combine does both while
+    it sums.
+
+    Attributes:
+        scale: factor of the sum.
+        take_added: returns rows `[num_tokens, hidden_size]` that combine adds, or None. Finalize
+            calls it directly before combine, so the rows may still be computed on another stream
+            until then.
+    """
+
+    scale: float = 1.0
+    take_added: Callable[[], torch.Tensor | None] = lambda: None
+
+
+#: Of layers that vLLM ends itself.
+SUM_ONLY = Epilogue()
+#: Between the runner and finalize, vLLM's modular kernel has no argument for an epilogue, so the
+#: runner says it here. Each thread has its own value, which is gone when the call returns or
+#: raises.
+_epilogue = contextvars.ContextVar("epilogue of the layer", default=SUM_ONLY)
+
+
+def current_epilogue() -> Epilogue:
+    """Return how the layer ends that this thread runs. Local."""
+    return _epilogue.get()
+
+
+@contextlib.contextmanager
+def with_epilogue(epilogue: Epilogue) -> Iterator[None]:
+    """Surround one call of a layer that ends so. Local."""
+    token = _epilogue.set(epilogue)
+    try:
+        yield
+    finally:
+        _epilogue.reset(token)
 
 
 class Arrived(NamedTuple):
@@ -52,8 +94,8 @@ class Arrived(NamedTuple):
         scales: `[num_rows, scales per row]` or None.
         ids: `[num_rows, top_k]` int32.
         weights: `[num_rows, top_k]` float32; 0 for ids of other ranks' experts.
-        adapters: `[num_rows]` int32: numbers of the rows' adapters (`adapters`); None if they do
-            not travel.
+        adapters: `[num_rows]` int32: numbers of the rows' adapters (``lora``); None if they do not
+            travel.
     """
 
     rows: torch.Tensor
@@ -323,7 +365,7 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
     ) -> None:
         """Take the experts' rows and combine into output. Collective; capturable on CUDA ranks.
 
-        Combine ends the layer as `ending.current` says.
+        Combine ends the layer as the epilogue of this call says.
 
         Args:
             output: `[num_tokens, columns]`. It may share memory with fused_expert_output, whose
@@ -346,15 +388,15 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
             weight_and_reduce_impl,
         )
         region, metadata = self._filled(done)
-        end = ending.current()
-        added = end.take_added()
+        epilogue = current_epilogue()
+        added = epilogue.take_added()
         self._exchange.combine(
             region,
             metadata,
             output=output,
             hidden_size=self._width(region.shape[-1]),
             add=None if added is None else added.contiguous(),
-            scale=end.scale,
+            scale=epilogue.scale,
         )
 
     def finalize_async(
@@ -385,16 +427,16 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
             weight_and_reduce_impl,
         )
         region, metadata = self._filled(done)
-        end = ending.current()
+        epilogue = current_epilogue()
         width = self._width(region.shape[-1])
         combine = self._exchange.combine_async
         combined = Once(
-            combine(region, metadata, output=output, hidden_size=width, scale=end.scale)
+            combine(region, metadata, output=output, hidden_size=width, scale=epilogue.scale)
         )
 
         def receive() -> None:
             combined()
-            added = end.take_added()
+            added = epilogue.take_added()
             if added is not None:
                 output.add_(added)
 

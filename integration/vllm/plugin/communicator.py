@@ -12,18 +12,22 @@ from typing import Any
 
 import torch
 
-from moe_nvlink_plugin.errors import UnsupportedError
-from moe_nvlink_plugin.integration.common import connection
+from moe_nvlink_plugin import check_connected
+from moe_nvlink_plugin.errors import MoeNvlinkError, PeerError, UnsupportedError
 from moe_nvlink_plugin.integration.common.agreement import Ranks
 from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.vllm import metrics
 from moe_nvlink_plugin.integration.vllm.backend import CARRIER, selected_here
+from moe_nvlink_plugin.integration.vllm.balancing import eplb
 from moe_nvlink_plugin.integration.vllm.choices import KEY, WORDING, options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
+from moe_nvlink_plugin.integration.vllm.lora import adapters
 
-from . import balancing, graphs, metrics, worker
+from . import graphs, worker
 
 #: What lets ranks go on that no transport connects.
 _FALL_BACK = f'--additional-config \'{{"{KEY}": {{"fallback": "{CARRIER}"}}}}\''
+_PEER = "PeerError: "
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +71,9 @@ def attach(communicator: Any, device: torch.device) -> None:
     stage = get_pp_group().rank_in_group
     layers.put_in_place()
     if balances:
-        balancing.allow()
-        layers.put_balancing_in_place()
+        eplb.put_in_place(device.type)
+    if adapts:
+        adapters.put_in_place()
     if shares_head:
         from moe_nvlink_plugin.integration.vllm.draft import logits_processor, mtp
 
@@ -88,6 +93,24 @@ def attach(communicator: Any, device: torch.device) -> None:
     communicator.all2all_manager = manager
 
 
+def why_apart(ranks: Ranks, device: torch.device) -> str:
+    """Return why no transport connects the ranks; "" if one does. Collective.
+
+    Every rank gets the same text, so ranks that decide by it decide alike.
+    """
+    mine = ""
+    try:
+        check_connected(ranks.group, device)
+    except PeerError as error:
+        mine = _PEER + str(error)
+    except MoeNvlinkError as error:
+        mine = str(error)
+    problems = list(filter(None, ranks.gather(mine)))
+    # The rank whose own step failed says more than the ranks that heard of it.
+    problems.sort(key=lambda problem: problem.startswith(_PEER))
+    return problems[0].removeprefix(_PEER) if problems else ""
+
+
 def _can_exchange(group: Any, device: torch.device, options: Options) -> bool:
     """Return whether the ranks use our exchange; False: all of them fall back. Collective.
 
@@ -96,7 +119,7 @@ def _can_exchange(group: Any, device: torch.device, options: Options) -> bool:
             every rank.
     """
     ranks = Ranks(group, group.rank(), group.size(), WORDING)
-    problem = connection.why_apart(ranks, device)
+    problem = why_apart(ranks, device)
     if not problem:
         return True
     chosen = ranks.gather(options.fallback)

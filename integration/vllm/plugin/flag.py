@@ -30,7 +30,7 @@ _HELP = (
 _NEEDED = (
     "moe_nvlink_plugin.kernels",
     "moe_nvlink_plugin.integration.common.pool",
-    "moe_nvlink_plugin.integration.common.draft_head",
+    "moe_nvlink_plugin.integration.vllm.draft.draft_head",
     "moe_nvlink_plugin.integration.vllm.plugin.validation",
 )
 
@@ -168,9 +168,9 @@ def patch_engine_args() -> None:
         map_engine_args(self)
         if not (is_selected(self) and self.enable_eplb):
             return original(self, *args, **kwargs)
-        from . import balancing
+        from moe_nvlink_plugin.integration.vllm.balancing import eplb
 
-        with balancing.allowed():
+        with eplb.allowed():
             return original(self, *args, **kwargs)
 
     create_engine_config.moe_nvlink_original = original  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from moe_nvlink_plugin.errors import DisagreementError
 from moe_nvlink_plugin.integration.common.agreement import Ranks
 from moe_nvlink_plugin.integration.vllm import compat
 
-#: The ops of MoE layers as `splitting_ops` names them: vLLM's, and ours of moe/layer_op.py.
+#: The ops of MoE layers as `splitting_ops` names them: vLLM's, and ours of moe/layers.py.
 LAYER_OPS = frozenset(f"vllm::{name}" for name in (*compat.OPS, "moe_nvlink_forward"))
 
 #: Fields of vLLM's CompilationConfig that decide which sizes run while a worker starts.

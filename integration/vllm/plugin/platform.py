@@ -6,8 +6,7 @@ import logging
 from importlib.metadata import entry_points, version
 from typing import TYPE_CHECKING, Any
 
-from moe_nvlink_plugin.integration.common import logs
-from moe_nvlink_plugin.integration.vllm import backend
+from moe_nvlink_plugin.integration.vllm import backend, logs
 
 from . import flag
 
@@ -57,12 +56,13 @@ class MoeNvlinkPlatform(_Base):
         if is_selected:
             logs.show_through(logging.getLogger("vllm"))  # vLLM has configured its loggers again
             flag.require_all_of_ours()
+            from moe_nvlink_plugin.integration.vllm.balancing import eplb
             from moe_nvlink_plugin.integration.vllm.draft import drafts
 
-            from . import balancing, validation
+            from . import validation
 
             drafts.ask_for_tokens(vllm_config, validation.check(vllm_config, cls.device_type))
-            balancing.adjust(vllm_config, cls.device_type)
+            eplb.adjust(vllm_config, cls.device_type)
             # vLLM hashes it into the key of its compile cache. A graph that another version of ours
             # left there may call another op for a layer than the layer takes now.
             stamp = {backend.VERSION_KEY: version(_DISTRIBUTION)}
@@ -73,14 +73,16 @@ class MoeNvlinkPlatform(_Base):
                 env.add_to_list(_RAY_PREFIXES, "MOE_NVLINK_")
         super().check_and_update_config(vllm_config)
         if is_selected:
-            from . import metrics, worker
+            from moe_nvlink_plugin.integration.vllm import metrics
+
+            from . import worker
 
             worker.put_in_place(vllm_config)
             metrics.serve(vllm_config)
         if backend.schedules(vllm_config):
-            from moe_nvlink_plugin.integration.vllm.scheduler import startup
+            from moe_nvlink_plugin.integration.vllm.scheduler import capacity
 
-            startup.prepare(vllm_config)
+            capacity.prepare(vllm_config)
         else:
             _refuse_options_of_our_scheduler(vllm_config)
 
@@ -97,7 +99,7 @@ class MoeNvlinkPlatform(_Base):
         chosen = str(super().get_punica_wrapper())
         if not backend.selected_here():
             return chosen
-        from . import punica
+        from moe_nvlink_plugin.integration.vllm.lora import punica
 
         return punica.extended(chosen)
 

@@ -16,11 +16,12 @@ from moe_nvlink_plugin.integration.common import refusals
 from moe_nvlink_plugin.integration.common.options import MTP_LM_HEAD, Options
 from moe_nvlink_plugin.integration.vllm import compat
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER
+from moe_nvlink_plugin.integration.vllm.balancing import eplb
 from moe_nvlink_plugin.integration.vllm.choices import WORDING, options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
-from moe_nvlink_plugin.integration.vllm.moe.adapters import on_experts
+from moe_nvlink_plugin.integration.vllm.lora import adapters
 
-from . import balancing, graphs, worker
+from . import graphs, worker
 
 # vLLM's CPU experts kernel needs a multiple of 32 columns. We check it here, because vLLM's own
 # message names neither the size nor the model.
@@ -61,9 +62,9 @@ def check(vllm_config: Any, device_type: str) -> Options:
         *_pipeline(vllm_config, device_type),
         *_ray(vllm_config.parallel_config),
     ]
-    problems += _lora(vllm_config)
     ours = worker.extends(str(vllm_config.parallel_config.worker_cls))
-    problems += balancing.problems(vllm_config, device_type, worker_is_ours=ours)
+    problems += adapters.problems(vllm_config, worker_is_ours=ours)
+    problems += eplb.problems(vllm_config, device_type, worker_is_ours=ours)
     options = Options()
     try:
         options = options_of(vllm_config)
@@ -192,42 +193,10 @@ def _fallback(vllm_config: Any, options: Options, device_type: str) -> Iterator[
             f"{WORDING.options}: fallback and {MTP_LM_HEAD}: ranks that fall back could not share "
             "the draft's LM head. Remove one of the two."
         )
-    if on_experts(vllm_config.lora_config):
+    if adapters.on_experts(vllm_config.lora_config):
         yield (
             f"{WORDING.options}: fallback and LoRA on experts: vLLM's own exchange leaves a "
             "token's adapter behind. Remove it, or name other layers with --lora-target-modules."
-        )
-
-
-def _lora(vllm_config: Any) -> Iterator[str]:
-    lora, parallel = vllm_config.lora_config, vllm_config.parallel_config
-    if lora is not None and vllm_config.speculative_config is not None:
-        yield "LoRA with drafts: remove --enable-lora or --speculative-config."
-    if not on_experts(lora):
-        return
-    slices, others = parallel.tensor_parallel_size, "name other layers with --lora-target-modules"
-    if slices > 1:
-        yield (
-            f"LoRA on experts with --tensor-parallel-size {slices}: experts get slices of the "
-            f"batch, and vLLM does not slice the adapters. Set it to 1, or {others}."
-        )
-    if lora.fully_sharded_loras:
-        yield f"LoRA on experts with --fully-sharded-loras: remove the flag, or {others}."
-    if parallel.enable_eplb:
-        yield (
-            "LoRA on experts with --enable-eplb: experts move, and vLLM leaves their adapters "
-            f"behind. Remove the flag, or {others}."
-        )
-    model = vllm_config.model_config
-    if model is not None and model.enable_sleep_mode:
-        yield (
-            "LoRA on experts with --enable-sleep-mode: sleep at level 2 loses which adapter is in "
-            f"which slot. Remove the flag, or {others}."
-        )
-    if not worker.extends(parallel.worker_cls):
-        yield (
-            f"LoRA on experts with --worker-cls {parallel.worker_cls}: its ranks would lose "
-            f"adapters while they have no requests. Remove the flag, or {others}."
         )
 
 
@@ -252,15 +221,15 @@ def _model(vllm_config: Any, device_type: str, options: Options) -> Iterator[str
             f"{num_experts} experts on {ep_size} ranks (--data-parallel-size times "
             "--tensor-parallel-size): every rank needs at least one expert."
         )
-    if num_experts % ep_size and on_experts(vllm_config.lora_config):
+    if num_experts % ep_size and adapters.on_experts(vllm_config.lora_config):
         yield (
             f"LoRA on experts with {num_experts} experts on {ep_size} ranks: vLLM takes a rank's "
             "adapters from its place if all ranks have equally many experts. Use another number "
             "of ranks, or name other layers with --lora-target-modules."
         )
-    redundant = balancing.num_redundant(parallel)
+    redundant = eplb.num_redundant(parallel)
     if parallel.enable_eplb:
-        yield from balancing.uneven(num_experts, redundant, ep_size)
+        yield from eplb.uneven(num_experts, redundant, ep_size)
     hidden_size = model.get_hidden_size()
     yield from refusals.exchange(
         model.model,

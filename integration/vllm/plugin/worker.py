@@ -17,8 +17,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from moe_nvlink_plugin.integration.vllm.backend import OurManager
-
-from . import adapter_loading
+from moe_nvlink_plugin.integration.vllm.lora import loading
 
 #: Class that vLLM's platforms choose for `worker_cls="auto"` -> name of our subclass.
 _OURS = {
@@ -40,14 +39,14 @@ class TellsOurExchange(_Base):
         super().load_model(load_dummy_weights=load_dummy_weights)
         manager = _manager()
         if self.vllm_config.parallel_config.enable_eplb and manager is not None:
-            from . import balancing
+            from moe_nvlink_plugin.integration.vllm.balancing import eplb
 
-            balancing.begin(self, manager)
+            eplb.begin(self, manager)
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as vLLM does; then end start-up, and refuse adapters that we cannot serve."""
         times = super().compile_or_warm_up_model()
-        adapter_loading.guard(self.model_runner)
+        loading.guard(self.model_runner)
         if (manager := _manager()) is not None:
             manager.end_startup()
         return times
@@ -56,7 +55,7 @@ class TellsOurExchange(_Base):
         """Run the model as vLLM does for a rank without requests."""
         manager = _manager()
         idling = contextlib.nullcontext() if manager is None else manager.pool.idling()
-        with idling, adapter_loading.keeping(self.model_runner):
+        with idling, loading.keeping(self.model_runner):
             super().execute_dummy_batch()
 
     def wake_up(self, tags: list[str] | None = None) -> None:

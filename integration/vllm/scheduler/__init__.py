@@ -8,8 +8,8 @@ Chosen by vLLM's own flag, with or without our exchange::
 * ``no_evict``: the two classes; a gate in front of vLLM's allocation of KV blocks.
 * ``demand``: how many blocks a request may still take, KV cache group by KV cache group.
 * ``ledger``: the sum of that over all requests that hold blocks.
-* ``startup``, ``metrics``: checks, and what /metrics shows; they import nothing of vLLM.
-* ``capacity``: the options, ``additional_config["moe_nvlink"]["capacity"]``.
+* ``capacity``: the options, ``additional_config["moe_nvlink"]["capacity"]``, and checks.
+* ``reports``: what /metrics shows. Neither of the two imports anything of vLLM.
 """
 
 from __future__ import annotations

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import bisect
+import logging
 import math
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
+from moe_nvlink_plugin.integration.vllm import logs
 from moe_nvlink_plugin.integration.vllm.backend import additional
 from moe_nvlink_plugin.integration.vllm.choices import CAPACITY, KEY
+
+from . import reports
 
 NO_EVICT, MAX_UTILIZATION = "guaranteed_no_evict", "max_utilization"
 ESTIMATE = "estimate"
@@ -36,6 +40,30 @@ class Capacity(NamedTuple):
 
     policy: str = NO_EVICT
     reserve: float | str = 1.0
+
+
+def prepare(vllm_config: Any) -> None:
+    """Check the options, and let this process's /metrics show the scheduler. Local.
+
+    It runs in the processes that build a configuration, as servers do.
+
+    Raises:
+        ConfigError: an option is not allowed.
+        UnsupportedError: vLLM would schedule this model with a class that ours does not extend.
+    """
+    check(vllm_config)
+    reports.serve(vllm_config)
+
+
+def check(vllm_config: Any) -> Capacity:
+    """Return the options of a configuration that our schedulers can serve. Raises as `prepare`."""
+    logs.show_through(logging.getLogger("vllm"))  # vLLM has configured its loggers again
+    if vllm_config.diffusion_config is not None:
+        raise UnsupportedError(
+            "GuaranteedNoEvictScheduler does not extend the scheduler that vLLM has for diffusion "
+            "models. Remove --scheduler-cls"
+        )
+    return read(vllm_config)
 
 
 def read(vllm_config: Any) -> Capacity:

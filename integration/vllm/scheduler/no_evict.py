@@ -19,11 +19,10 @@ from vllm.v1.request import RequestStatus
 
 from moe_nvlink_plugin.errors import ConfigError
 
-from . import startup
-from .capacity import MAX_UTILIZATION, Reserve
+from .capacity import MAX_UTILIZATION, Reserve, check
 from .demand import Hits, groups_of
 from .ledger import Ledger
-from .metrics import Report, Reporter
+from .reports import Report, Reporter
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ class GuaranteedNoEvictScheduler(Scheduler):
         return object.__new__(cls)
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        chosen = startup.check(vllm_config)
+        chosen = check(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
         num_batches = vllm_config.max_concurrent_batches
         # Slots beyond the last token but one: drafts of this step and of those in flight, and what

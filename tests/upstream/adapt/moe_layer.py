@@ -29,7 +29,7 @@ import torch
 
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY
-from moe_nvlink_plugin.integration.vllm.plugin import balancing
+from moe_nvlink_plugin.integration.vllm.balancing import eplb
 
 from .. import settings
 from . import ranks
@@ -111,7 +111,7 @@ def _choose_backend(module: Any, on_cpu: bool) -> None:
     """What the command line does with `--all2all-backend moe_nvlink`, for the two classes."""
     ours: list[Any] = []
     make_parallel, make_config = module.ParallelConfig, module.VllmConfig
-    allowed = balancing.allowed if on_cpu else contextlib.nullcontext
+    allowed = eplb.allowed if on_cpu else contextlib.nullcontext
 
     def parallel_config(**named: Any) -> Any:
         if named.get("all2all_backend") != BACKEND:

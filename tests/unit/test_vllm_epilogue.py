@@ -22,8 +22,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import FusedM
 from vllm.model_executor.layers.fused_moe.runner import shared_experts
 
 from moe_nvlink_plugin import MoeAllToAll
-from moe_nvlink_plugin.integration.vllm.moe import ending, layers
-from moe_nvlink_plugin.integration.vllm.moe.layer_op import layer_op
+from moe_nvlink_plugin.integration.vllm.moe import layers, prepare_finalize
 from moe_nvlink_plugin.integration.vllm.moe.method import MoeNvlinkFusedMoEMethod
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.unit import vllm_experts, vllm_runner
@@ -92,7 +91,10 @@ def test_which_layers_combine_ends(
 
 def test_the_op_writes_none_of_its_inputs() -> None:
     """torch.compile would copy inputs for an op that writes them, as vLLM's with one output."""
-    ours, theirs = layer_op().default._schema, torch.ops.vllm.moe_forward.default._schema
+    ours, theirs = (
+        getattr(torch.ops.vllm, layers.OP_NAME).default._schema,
+        torch.ops.vllm.moe_forward.default._schema,
+    )
     assert theirs.is_mutable
     assert not ours.is_mutable
     assert [a.name for a in ours.arguments] == [a.name for a in theirs.arguments]
@@ -237,14 +239,14 @@ def test_an_exception_leaves_nothing_to_the_next_forward(cpu_ranks: None) -> Non
 
         def fail(**_given: Any) -> Any:
             assert layer.runner.shared_experts._output[0] is not None  # already computed
-            assert ending.current().scale == SCALE
+            assert prepare_finalize.current_epilogue().scale == SCALE
             raise RuntimeError("no experts today")
 
         layer.runner.router.select_experts = fail
         with pytest.raises(RuntimeError, match="no experts today"):
             vllm_runner.forward(layer.runner, *work)
         assert layer.runner.shared_experts._output == [None, None]
-        assert ending.current() is ending.SUM_ONLY
+        assert prepare_finalize.current_epilogue() is prepare_finalize.SUM_ONLY
         layer.runner.router.select_experts = select
         assert torch.equal(vllm_runner.forward(layer.runner, *work), before)
 

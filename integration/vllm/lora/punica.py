@@ -2,7 +2,7 @@
 
 vLLM's LoRA manager tells its wrapper before a step which adapter each token has, and which adapter
 is in which slot. Our wrappers also keep both as numbers that mean the same on every rank
-(`moe.adapters`).
+(`adapters`).
 
 Both of vLLM's wrappers assume that the tokens of a step are those of this rank:
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_nvlink_plugin.integration.vllm.moe.adapters import AdapterNumbers
+from .adapters import AdapterNumbers
 
 #: Class that vLLM's platforms choose -> name of our subclass.
 _OURS = {

@@ -1,6 +1,6 @@
 """What our scheduler reports: from vLLM's engine process to the process that serves /metrics.
 
-It takes the way of the workers' counters, see `integration.common.metrics`: a file per engine, or
+It takes the way of the workers' counters, see `integration.vllm.metrics`: a file per engine, or
 prometheus_client's own files in PROMETHEUS_MULTIPROC_DIR.
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_nvlink_plugin import env
-from moe_nvlink_plugin.integration.common.metrics import write_whole
-from moe_nvlink_plugin.integration.vllm.places import metrics_folder, remove_at_exit
+from moe_nvlink_plugin.integration.common.stats import write_whole
+from moe_nvlink_plugin.integration.vllm.metrics import metrics_folder, remove_at_exit
 
 _PREFIX = "moe_nvlink_capacity_"
 _GAUGES = {

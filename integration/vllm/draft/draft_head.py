@@ -17,11 +17,10 @@ import torch.distributed
 
 from moe_nvlink_plugin import HeadConfig, HeadGroup, HeadStats, sharded_argmax, sharded_logits
 from moe_nvlink_plugin.errors import DisagreementError, MoeNvlinkError, UnsupportedError
+from moe_nvlink_plugin.integration.common.agreement import Ranks, refuse_failed
+from moe_nvlink_plugin.integration.common.options import AUTO, MTP_LM_HEAD
+from moe_nvlink_plugin.integration.common.watch import FailureWatch
 from moe_nvlink_plugin.lm_head import cost
-
-from .agreement import Ranks, refuse_failed
-from .options import AUTO, MTP_LM_HEAD
-from .watch import FailureWatch
 
 logger = logging.getLogger(__name__)
 

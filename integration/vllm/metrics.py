@@ -1,24 +1,35 @@
-"""A worker's counters as metrics for Prometheus: from the worker to the process that serves them.
+"""Puts our counters into vLLM's /metrics.
 
-Workers are other processes than the server. Each worker leaves its counters in a file (`RankFile`),
-and the server reads the files when it is asked for metrics (`RanksCollector`). If the server
-collects what its processes leave in PROMETHEUS_MULTIPROC_DIR, as several servers of one model do,
-each worker counts there with prometheus_client (`ProcessCounters`).
+vLLM serves prometheus_client's own registry, or, with several API servers, what its processes leave
+in PROMETHEUS_MULTIPROC_DIR, which vLLM sets before it starts any process. Workers are other
+processes than the server. So each worker leaves its counters in a file (`RankFile`), which the
+server reads when it is asked for metrics (`RanksCollector`), or counts in that directory
+(`ProcessCounters`). Our schedulers do the same in vLLM's engine processes (``scheduler.reports``),
+in the same folder.
+
+vLLM's group of entry points for stat loggers is not used. An entry point there, whatever the flag,
+turns on vLLM's statistics for a user who has passed --disable-log-stats. And a stat logger sees
+what schedulers report, not what workers have counted.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
+import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import platformdirs
 
-#: What `samples` reads, by name, as StatsWriter writes it.
-Snapshot = Mapping[str, Any]
+from moe_nvlink_plugin import env
+from moe_nvlink_plugin.integration.common.stats import Publication, Snapshot, write_whole
+
+logger = logging.getLogger(__name__)
 
 
 class Family(NamedTuple):
@@ -59,36 +70,6 @@ def samples(snapshot: Snapshot) -> Iterator[Sample]:
         if str(peer) != rank:
             yield "moe_nvlink_wait_seconds", (rank, str(peer)), waited / 1e9
     yield "moe_nvlink_faults", (rank,), snapshot["faults"]
-
-
-class Publication(Protocol):
-    """Where a worker's counters go. One thread calls it, and then another closes it."""
-
-    def publish(self, snapshot: Snapshot) -> None:
-        """Publish the newest counters. Local; raises OSError if it cannot."""
-        ...
-
-    def close(self) -> None:
-        """Give up what only a living worker needs. Local; idempotent."""
-        ...
-
-
-def folder_of(server: str) -> Path:
-    """Return the folder where the workers of a server leave their files. Local.
-
-    Args:
-        server: name of the server, which its workers know; no other server of this user has it.
-    """
-    # Created now, for this user alone: in /tmp, somebody else could create it later.
-    runtime = platformdirs.user_runtime_path("moe-nvlink", ensure_exists=True)
-    return runtime / "metrics" / server
-
-
-def write_whole(path: Path, content: Snapshot) -> None:
-    """Write a JSON file so that a reader sees the whole of one state. Local; raises OSError."""
-    scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    scratch.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    scratch.replace(path)
 
 
 class RankFile:
@@ -170,3 +151,82 @@ class ProcessCounters:
 
     def close(self) -> None:
         """See Publication. Counters stay: Prometheus expects that of a process that has ended."""
+
+
+_collector: RanksCollector | None = None
+
+
+def serve(vllm_config: Any) -> None:
+    """Let this process's registry show the workers of a configuration. Local.
+
+    The platform's check calls it, which runs in each process that serves the configuration.
+    """
+    global _collector
+    if _collector is None:
+        from prometheus_client import REGISTRY
+
+        _collector = RanksCollector(())
+        REGISTRY.register(_collector)
+    if (folder := metrics_folder(vllm_config)) is not None:
+        _collector.folders.append(folder)
+        remove_at_exit(folder)
+
+
+def publication(vllm_config: Any) -> Publication | None:
+    """Return where this worker's counters go; None if they have no place. Local."""
+    if env.counts_for_prometheus():
+        return ProcessCounters()
+    folder = metrics_folder(vllm_config)
+    return None if folder is None else RankFile(folder)
+
+
+def metrics_folder(vllm_config: Any) -> Path | None:
+    """Return the folder of a server's files; None if this user may have none. Local."""
+    try:
+        return folder_of(_server(vllm_config))
+    except OSError as error:  # the runtime directory is somebody else's
+        logger.warning("/metrics lacks our counters: %s", error)
+        return None
+
+
+def remove_at_exit(path: Path, *, is_file: bool = False) -> None:
+    """Remove a file, or a folder with what killed processes have left there, when this one ends.
+
+    With the last file its folder goes too. Local. A forked child of this process inherits the
+    order, and does not follow it.
+
+    Args:
+        path: of what may not exist yet.
+        is_file: whether it is a file.
+    """
+    atexit.register(_remove, path, is_file, os.getpid())
+
+
+def _remove(path: Path, is_file: bool, pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    if not is_file:
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):  # the folder is gone, or has another process's file
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
+
+
+def _server(vllm_config: Any) -> str:
+    """Return a name that the server and all its engines have in common.
+
+    vLLM adds the number of the engine if engines are Ray's actors.
+    """
+    return str(vllm_config.instance_id).partition("_dp")[0]
+
+
+def folder_of(server: str) -> Path:
+    """Return the folder where the workers of a server leave their files. Local.
+
+    Args:
+        server: name of the server, which its workers know; no other server of this user has it.
+    """
+    # Created now, for this user alone: in /tmp, somebody else could create it later.
+    runtime = platformdirs.user_runtime_path("moe-nvlink", ensure_exists=True)
+    return runtime / "metrics" / server

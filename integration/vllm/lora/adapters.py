@@ -1,4 +1,4 @@
-"""Adapters (LoRA) of experts: how a rank knows the adapter of a token that another rank dispatched.
+"""Adapters (LoRA): what is refused, and how a rank knows the adapter of another rank's token.
 
 Each rank of vLLM keeps adapters in slots of its own. With data parallelism one slot can hold
 different adapters on two ranks. So the slot does not travel with a token, as it does in vLLM's own
@@ -11,20 +11,20 @@ takes what they hold at each replay.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from moe_nvlink_plugin.errors import DisagreementError
+from moe_nvlink_plugin.errors import DisagreementError, UnsupportedError
+from moe_nvlink_plugin.integration.vllm.backend import BACKEND
+from moe_nvlink_plugin.integration.vllm.moe import features
+from moe_nvlink_plugin.integration.vllm.moe.features import BASE, NUMBER_BYTES
 
-#: The number that tokens without an adapter have; also the slot of no adapter, as in vLLM.
-BASE = -1
 #: What the table has for a slot without an adapter. No token has this number.
 _EMPTY = -2
-#: Bytes of a number.
-NUMBER_BYTES = 4
 
 #: vLLM's id of an adapter -> its name, for all adapters that this process has loaded.
 _names: dict[int, str] = {}
@@ -45,6 +45,44 @@ def on_experts(lora_config: Any) -> bool:
 def is_of_experts(module: str) -> bool:
     """Return whether a module of a model, by its dotted name, is or belongs to routed experts."""
     return "experts" in module.split(".")
+
+
+def problems(vllm_config: Any, *, worker_is_ours: bool) -> Iterator[str]:
+    """Yield what LoRA cannot serve; nothing if it is off. Local.
+
+    Args:
+        vllm_config: vLLM's VllmConfig, which asks for our backend.
+        worker_is_ours: whether workers will be of our class.
+    """
+    lora, parallel = vllm_config.lora_config, vllm_config.parallel_config
+    if lora is not None and vllm_config.speculative_config is not None:
+        yield "LoRA with drafts: remove --enable-lora or --speculative-config."
+    if not on_experts(lora):
+        return
+    slices, others = parallel.tensor_parallel_size, "name other layers with --lora-target-modules"
+    if slices > 1:
+        yield (
+            f"LoRA on experts with --tensor-parallel-size {slices}: experts get slices of the "
+            f"batch, and vLLM does not slice the adapters. Set it to 1, or {others}."
+        )
+    if lora.fully_sharded_loras:
+        yield f"LoRA on experts with --fully-sharded-loras: remove the flag, or {others}."
+    if parallel.enable_eplb:
+        yield (
+            "LoRA on experts with --enable-eplb: experts move, and vLLM leaves their adapters "
+            f"behind. Remove the flag, or {others}."
+        )
+    model = vllm_config.model_config
+    if model is not None and model.enable_sleep_mode:
+        yield (
+            "LoRA on experts with --enable-sleep-mode: sleep at level 2 loses which adapter is in "
+            f"which slot. Remove the flag, or {others}."
+        )
+    if not worker_is_ours:
+        yield (
+            f"LoRA on experts with --worker-cls {parallel.worker_cls}: its ranks would lose "
+            f"adapters while they have no requests. Remove the flag, or {others}."
+        )
 
 
 def remember(adapter_id: int, name: str) -> None:
@@ -112,3 +150,45 @@ class AdapterNumbers:
                 "--lora-modules, or by /v1/load_lora_adapter at every API server."
             )
         return slots
+
+
+class AdaptersOnExperts(features.Feature):
+    """Lets the numbers of adapters travel to the experts of a layer."""
+
+    payload_bytes = (NUMBER_BYTES,)
+
+    def is_on(self, vllm_config: Any, moe_config: Any) -> bool:
+        """Return whether the layer's experts get adapters. Local."""
+        return on_experts(getattr(vllm_config, "lora_config", None))
+
+    def choose_experts(self, quant_method: Any) -> None:
+        """Give CPU ranks experts that compute adapters. Local; raises as `take_adapters`."""
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            from .cpu_experts import take_adapters
+
+            take_adapters(quant_method)
+
+    def check(self, experts: Any, layer: Any) -> None:
+        """Raise UnsupportedError for experts that take no adapters. Local."""
+        if not experts.supports_lora():
+            raise UnsupportedError(
+                f"--all2all-backend {BACKEND}: {type(experts).__name__} of {layer.layer_name} "
+                "takes no adapters (LoRA). Choose other experts with --moe-backend (triton is "
+                "one), or name other layers, such as q_proj, with --lora-target-modules."
+            )
+
+    @contextlib.contextmanager
+    def in_use(self, experts: Any) -> Iterator[None]:
+        """Surround a look at experts with a context of LoRA, as vLLM's layer gives one. Local."""
+        experts.set_lora_context(object())
+        try:
+            yield
+        finally:
+            experts.set_lora_context(None)
+
+
+def put_in_place() -> None:
+    """Let layers have adapters on their experts. Local; idempotent."""
+    features.add(AdaptersOnExperts())

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND
+from moe_nvlink_plugin.integration.vllm.moe import features
 
 #: vLLM's kernel spreads tokens over replicas by this multiplicative hash: 2^32 / golden ratio.
 _HASH = 2654435769
@@ -27,11 +28,30 @@ _ROWS, _COLUMNS = 64, 64
 
 
 def put_in_place() -> None:
-    """Make vLLM's routers map ids and count tokens on CPU. Local; idempotent."""
+    """Make vLLM's routers map ids and count tokens on CPU, and layers check their weights.
+
+    Local; idempotent.
+    """
     routers: Any = importlib.import_module(
         "vllm.model_executor.layers.fused_moe.router.base_router"
     )
     routers.eplb_map_to_physical_and_record = to_physical
+    features.add(MovableExperts())
+
+
+class MovableExperts(features.Feature):
+    """Checks that vLLM's load balancer can move the experts of a CPU rank's layer.
+
+    On CUDA ranks vLLM has checked the quant method when it created the layer.
+    """
+
+    def is_on(self, vllm_config: Any, moe_config: Any) -> bool:
+        """Return whether the balancer moves the layer's experts. Local."""
+        return bool(moe_config.moe_parallel_config.enable_eplb)
+
+    def check(self, experts: Any, layer: Any) -> None:
+        """Raise as `check_movable`. Local."""
+        check_movable(experts, layer.layer_name)
 
 
 def to_physical(

@@ -16,7 +16,8 @@ from typing import Any
 
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND
-from moe_nvlink_plugin.integration.vllm.moe import adapters
+
+from . import adapters
 
 
 def guard(model_runner: Any) -> None:

@@ -7,7 +7,7 @@ physical expert n is on rank ``n // num_local_experts``. Therefore a move change
 layer's exchange.
 
 On CPU, vLLM refuses the flag, its model runner does not create the balancer, and its routers leave
-ids logical. This module, `host_balancer` and ``moe.cpu_balancing`` fill that in.
+ids logical. This module, `host_balancer` and `cpu_layers` fill that in.
 """
 
 from __future__ import annotations
@@ -118,6 +118,19 @@ def allow() -> None:
         parallel.current_platform = _PlatformForBalancing(present)
 
 
+def put_in_place(device_type: str) -> None:
+    """Let a worker's configuration and layers have the load balancer. Local; idempotent.
+
+    Args:
+        device_type: "cpu" or "cuda".
+    """
+    allow()
+    if device_type == "cpu":
+        from . import cpu_layers
+
+        cpu_layers.put_in_place()
+
+
 @contextlib.contextmanager
 def allowed() -> Iterator[None]:
     """Surround the creation of a configuration that asks for us with `allow`. Local."""
@@ -152,7 +165,7 @@ def begin(vllm_worker: Any, manager: Any) -> None:
             f"{runner.model_config.model} does not tell its balancer of MoE layers (it is no "
             "MixtureOfExperts). Remove --enable-eplb."
         )
-    from moe_nvlink_plugin.integration.vllm.moe.moves import Moves
+    from .moves import Moves
 
     moves = Moves(manager.ranks)
     moves.follow(state)

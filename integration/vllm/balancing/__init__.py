@@ -1,0 +1,1 @@
+"""Expert load balancing (``--enable-eplb``)."""
