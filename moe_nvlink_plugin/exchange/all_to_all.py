@@ -440,8 +440,8 @@ class MoeAllToAll:
 
         Call it on every rank that lives, with the same ranks, after ExchangeTimeoutError, or when
         the process of a rank is known to have ended; no verb of any layer may be running, apart
-        from those beside their caller, which it ends. It waits for the device, and for the other
-        ranks twice, each time up to twice timeout_s (during start-up: first_timeout_s), because
+        from those beside their caller, whose end it waits for. It waits for the device, and for the
+        other ranks twice, each time up to twice timeout_s (during start-up: first_timeout_s), because
         they may still be waiting for the dead rank. Which ranks are
         dead is for the caller to say: an error may also name a rank that was late because of them.
 
@@ -510,8 +510,9 @@ class MoeAllToAll:
     def close(self) -> None:
         """Close this layer; the last layer on a workspace also gives up the workspace. Local.
 
-        On a GPU it waits for the device, so no thread may capture a CUDA graph on it meanwhile.
-        Tensors that dispatch returned stay readable; the next close or create in the process frees
+        On a GPU it waits for the device, so no thread may capture a CUDA graph on it meanwhile. On
+        CPU ranks it waits for verbs that run beside their caller, at most as long as these wait for
+        other ranks; so does Python at its exit. Tensors that dispatch returned stay readable; the next close or create in the process frees
         the memory that they kept. If a CUDA graph has captured the memory, it stays mapped until
         the process ends, and a warning says so, because a replay would still write to it.
         """

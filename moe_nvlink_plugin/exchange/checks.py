@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numbers
+import reprlib
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from moe_nvlink_plugin.errors import ConfigError, InputError
 from moe_nvlink_plugin.memory.tensors import (
@@ -83,23 +85,32 @@ def named_tensors(call: Dispatch | Combine) -> list[tuple[str, Any]]:
 
 
 def tensors_given(call: Dispatch | Combine) -> None:
-    """Check that arguments are tensors where torch would raise an error of its own.
+    """Check that arguments are tensors where torch would raise an error of its own, or none.
 
     Raises:
-        InputError: one is something else; names it.
+        InputError: one is something else, or torch.func.grad, jvp or forward-mode AD takes its
+            derivative, which would come out as 0; names it.
     """
     required = calls.REQUIRED[type(call)]
     for name, value in named_tensors(call):
-        is_left_out = value is None and name in type(call)._fields and name not in required
-        if is_left_out or isinstance(value, torch.Tensor):
+        if value is None and name in type(call)._fields and name not in required:
             continue
-        raise no_tensor(name, value)
+        if not isinstance(value, torch.Tensor):
+            raise no_tensor(name, value)
+        takes_gradient = torch._C._functorch.is_gradtrackingtensor(value)
+        if takes_gradient or forward_ad.unpack_dual(value).tangent is not None:
+            raise InputError(
+                f"torch takes a derivative of {name}, which cannot pass the exchange (it is for "
+                f"inference only); pass {name} without it (torch.func: call the exchange outside "
+                "of grad and jvp)"
+            )
 
 
 def no_tensor(name: str, value: object) -> InputError:
     """Return the error of an argument that is no tensor."""
     more = "; rank_mask(ranks, ep_size) makes one" if name == "active_ranks" else ""
-    return InputError(f"{name}={value!r} is a {type(value).__name__}, not a tensor{more}")
+    shown = reprlib.repr(value)  # an array's text may have thousands of lines
+    return InputError(f"{name}={shown} is a {type(value).__name__}, not a tensor{more}")
 
 
 def no_gradient(call: Dispatch | Combine) -> None:

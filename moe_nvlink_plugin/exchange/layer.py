@@ -389,6 +389,8 @@ class LayerExchange:
                 self._interrupted(f"{running.verb}_async", error)
                 raise
             channel.running = None
+            if self.workspace.broken is not None:  # a signal has ended it, and its fault says less
+                self.workspace.check_usable()
             self._raise_fault(channel)
             if running.verb == "combine":
                 channel.state.value = 0

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from . import calls, checks, inductor, scales_layout
 from .calls import Combine, Dispatch, Dispatched, DispatchMetadata
@@ -200,11 +201,13 @@ def are_seen(call: Dispatch | Combine) -> bool:
     """Return whether anybody would notice that a verb runs without its op. Local.
 
     An op costs several microseconds, and an eager call needs none. It needs one if a mode, a
-    tracer, a profiler or a transform of torch.func looks on, if a tensor is of a subclass, if its
-    bytes are not its numbers (negated or conjugated views, zero tensors), or if autograd would
-    record the call. A verb that torch.compile traces always needs its op; the caller asks for that
-    first. Without a profiler, torch.profiler.ExecutionTraceObserver is not noticed.
+    tracer, a profiler, forward-mode AD or a transform of torch.func looks on, if a tensor is of a
+    subclass, if its bytes are not its numbers (negated or conjugated views, zero tensors), or if
+    autograd would record the call. A verb that torch.compile traces always needs its op; the caller
+    asks for that first. Without a profiler, torch.profiler.ExecutionTraceObserver is not noticed.
     """
+    if forward_ad._current_level >= 0:
+        return True
     for watcher in _WATCHERS:  # any() of a generator takes longer, and each verb comes here
         if watcher():
             return True

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -218,6 +219,28 @@ def test_ops_run_where_somebody_sees_them(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(output, expected)
 
 
+def test_derivatives_are_refused() -> None:
+    """Neither forward-mode AD nor torch.func.grad can pass the exchange, and would get zeros."""
+    hidden, ids, weights = inputs(7)
+    (group,) = ThreadGroup.ranks(1)
+    with MoeAllToAll.create(config(), group) as layer:
+
+        def loss(rows: torch.Tensor) -> torch.Tensor:
+            return layer.dispatch(rows, ids, weights).hidden_states.sum()
+
+        with pytest.raises(InputError, match="a derivative of hidden_states"):
+            torch.func.grad(loss)(hidden)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(hidden, torch.ones_like(hidden))
+            for verb in (layer.dispatch, layer.dispatch_async):
+                with pytest.raises(InputError, match="a derivative of hidden_states"):
+                    verb(dual, ids, weights)
+            received = layer.dispatch(hidden, ids, weights)
+            rows = forward_ad.make_dual(torch.zeros(CAPACITY, 24), torch.ones(CAPACITY, 24))
+            with pytest.raises(InputError, match="a derivative of expert_output"):
+                layer.combine(rows, received.metadata)
+
+
 def frames_of(verb: Callable[[], Any]) -> tuple[int, Any]:
     """Return how many Python functions a call enters, and what it returns."""
     entered: list[str] = []
@@ -284,6 +307,20 @@ def plain_layer() -> Iterator[MoeAllToAll]:
 
 
 EXPERTS = torch.randn(6, 24, 24, generator=torch.Generator().manual_seed(9))
+
+
+def test_memory_for_the_experts_within_a_graph(plain_layer: MoeAllToAll) -> None:
+    """A whole graph may ask for combine_input() itself."""
+    hidden, ids, weights = inputs(7)
+
+    def layer(hidden: torch.Tensor) -> torch.Tensor:
+        received = plain_layer.dispatch(hidden, ids, weights)
+        rows = plain_layer.combine_input(metadata=received.metadata)
+        return plain_layer.combine(rows.copy_(received.hidden_states * 2), received.metadata)
+
+    expected = layer(hidden)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(hidden), expected)
 
 
 @pytest.mark.parametrize("zero_copy", [False, True])
