@@ -441,9 +441,9 @@ class MoeAllToAll:
         Call it on every rank that lives, with the same ranks, after ExchangeTimeoutError, or when
         the process of a rank is known to have ended; no verb of any layer may be running, apart
         from those beside their caller, whose end it waits for. It waits for the device, and for the
-        other ranks twice, each time up to twice timeout_s (during start-up: first_timeout_s), because
-        they may still be waiting for the dead rank. Which ranks are
-        dead is for the caller to say: an error may also name a rank that was late because of them.
+        other ranks twice, each time up to twice timeout_s (during start-up: first_timeout_s),
+        because they may still be waiting for the dead rank. Which ranks are dead is for the caller
+        to say: an error may also name a rank that was late because of them.
 
         It serves all layers on the workspace. A dispatch without its combine is forgotten, and the
         metadata of earlier rounds is refused. Epochs begin at 1 again. Later dispatches that name
@@ -512,9 +512,10 @@ class MoeAllToAll:
 
         On a GPU it waits for the device, so no thread may capture a CUDA graph on it meanwhile. On
         CPU ranks it waits for verbs that run beside their caller, at most as long as these wait for
-        other ranks; so does Python at its exit. Tensors that dispatch returned stay readable; the next close or create in the process frees
-        the memory that they kept. If a CUDA graph has captured the memory, it stays mapped until
-        the process ends, and a warning says so, because a replay would still write to it.
+        other ranks; so does Python at its exit. Tensors that dispatch returned stay readable; the
+        next close or create in the process frees the memory that they kept. If a CUDA graph has
+        captured the memory, it stays mapped until the process ends, and a warning says so, because
+        a replay would still write to it.
         """
         self._layer.close()
 
