@@ -14,7 +14,8 @@ from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, env
 from moe_nvlink_plugin.errors import MoeNvlinkError
 
 from .agreement import Geometry, Proposal, Ranks
-from .formats import DispatchFormat, ExpertsInput, choose
+from .experts_input import ExpertsInput
+from .formats import DispatchFormat, choose
 from .options import Options
 from .slow_rank import SlowRankWatch, Waits
 from .stats import Publication, StatsWriter

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 from moe_nvlink_plugin.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from .moe_alltoall import MoeAlltoAll, install, uninstall
+    from .moe_alltoall import MoeAlltoAll
     from .moe_ep import MoeNvlinkCommunication, MoeNvlinkConfig
+    from .replacement import install, uninstall
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,8 @@ _HOMES = {
     "MoeAlltoAll": "moe_alltoall",
     "MoeNvlinkCommunication": "moe_ep",
     "MoeNvlinkConfig": "moe_ep",
-    "install": "moe_alltoall",
-    "uninstall": "moe_alltoall",
+    "install": "replacement",
+    "uninstall": "replacement",
 }
 
 __all__ = ["MoeAlltoAll", "MoeNvlinkCommunication", "MoeNvlinkConfig", "install", "uninstall"]

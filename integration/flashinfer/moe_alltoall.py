@@ -8,13 +8,9 @@ Signatures are FlashInfer's. What has no counterpart here raises UnsupportedErro
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-import flashinfer.comm
-import flashinfer.comm.trtllm_moe_alltoall
 import torch
 from flashinfer.tllm_enums import SfLayout
 
@@ -223,7 +219,7 @@ class MoeAlltoAll:
         backend: str = "trtllm",
     ) -> dict[str, Any]:
         """Raise UnsupportedError: the workspace is not the caller's to see."""
-        _refuse("get_workspace", "the constructor of MoeAlltoAll, which creates or shares it")
+        refuse("get_workspace", "the constructor of MoeAlltoAll, which creates or shares it")
 
     @staticmethod
     def get_moe_workspace_size_per_rank(
@@ -261,11 +257,11 @@ class MoeAlltoAll:
 
     def checkpoint_prepare(self) -> None:
         """Raise UnsupportedError."""
-        _refuse("checkpoint_prepare", "a new MoeAlltoAll after the restore")
+        refuse("checkpoint_prepare", "a new MoeAlltoAll after the restore")
 
     def checkpoint_restore(self, comm_backend: Any) -> None:
         """Raise UnsupportedError."""
-        _refuse("checkpoint_restore", "a new MoeAlltoAll after the restore")
+        refuse("checkpoint_restore", "a new MoeAlltoAll after the restore")
 
     def _reset_workspace(self) -> None:
         """Close the workspace. No object on it is usable afterwards. Local; idempotent.
@@ -337,7 +333,7 @@ class MoeAlltoAll:
             may_have_weights=received_ids == "global",
         )
         if invalid_token_expert_id is not None and plan.ids is None:
-            _refuse(
+            refuse(
                 "invalid_token_expert_id for a payload that is not token_selected_experts",
                 "token_selected_experts itself as that payload",
             )
@@ -532,69 +528,6 @@ def moe_a2a_get_workspace_size_per_rank(
     return sum(-(-slots * part // _ALIGNMENT) * _ALIGNMENT for part in parts)
 
 
-def _functional(name: str) -> Any:
-    """Return a function that raises: the functional API works on a workspace of FlashInfer's."""
-
-    def refuse(*_args: object, **_kwargs: object) -> NoReturn:
-        _refuse(f"{name} on a caller's workspace", "the methods of MoeAlltoAll")
-
-    refuse.__name__ = name
-    return refuse
-
-
-#: What `install` puts into FlashInfer's modules. Sizes of workspaces would not fit its functions,
-#: so these raise.
-_INSTALLED: dict[str, Any] = {
-    "MoeAlltoAll": MoeAlltoAll,
-    "moe_a2a_get_workspace_size_per_rank": moe_a2a_get_workspace_size_per_rank,
-    **{
-        name: _functional(name)
-        for name in (
-            "moe_a2a_initialize",
-            "moe_a2a_dispatch",
-            "moe_a2a_combine",
-            "moe_a2a_sanitize_expert_ids",
-            "moe_a2a_wrap_payload_tensor_in_workspace",
-        )
-    },
-}
-_MODULES: tuple[ModuleType, ...] = (flashinfer.comm, flashinfer.comm.trtllm_moe_alltoall)
-_originals: dict[str, Any] = {}
-
-
-def install() -> None:
-    """Put our MoeAlltoAll in the place of `flashinfer.comm`'s, in this process. Local; idempotent.
-
-    Raises:
-        ExchangeStateError: a module has imported FlashInfer's class; it would keep that.
-    """
-    if _originals:
-        return
-    theirs = flashinfer.comm.MoeAlltoAll
-    late = sorted(
-        name
-        for name, module in list(sys.modules.items())
-        if getattr(module, "__dict__", {}).get("MoeAlltoAll") is theirs and module not in _MODULES
-    )
-    if late:
-        raise ExchangeStateError(
-            f"{', '.join(late)} imported MoeAlltoAll from FlashInfer before; call install() first"
-        )
-    # Before the first is replaced: a release that lacks one keeps all of its own.
-    _originals.update({name: getattr(flashinfer.comm, name) for name in _INSTALLED})
-    for name, ours in _INSTALLED.items():
-        for module in _MODULES:
-            setattr(module, name, ours)
-
-
-def uninstall() -> None:
-    """Undo `install`. Objects made meanwhile stay ours. Local; idempotent."""
-    for name, original in _originals.items():
-        for module in _MODULES:
-            setattr(module, name, original)
-    _originals.clear()
-
-
 def _ep_group(mapping: Any, mnnvl_config: Any) -> Any:
     """Return the expert-parallel group of this rank, as `MoeAllToAll.create` takes it.
 
@@ -660,7 +593,7 @@ def _is_like(payload: torch.Tensor, experts: torch.Tensor) -> bool:
 
 def _refuse_backend(backend: str) -> None:
     if backend != "trtllm":
-        _refuse(f"backend={backend!r}", 'backend="trtllm"; the kernels are those of moe_nvlink')
+        refuse(f"backend={backend!r}", 'backend="trtllm"; the kernels are those of moe_nvlink')
 
 
 def _cast(rows: torch.Tensor) -> torch.Tensor:
@@ -678,10 +611,11 @@ def _refuse_quantised(
     scalar_scale: float,
 ) -> None:
     if scales is not None or scalar_scale != 1.0:
-        _refuse("output_scales", "quantisation of combine's output after combine")
+        refuse("output_scales", "quantisation of combine's output after combine")
     if dtype not in (None, result_dtype):
-        _refuse(f"output_dtype={dtype}", f"output_dtype={result_dtype}, and convert afterwards")
+        refuse(f"output_dtype={dtype}", f"output_dtype={result_dtype}, and convert afterwards")
 
 
-def _refuse(what: str, instead: str) -> NoReturn:
+def refuse(what: str, instead: str) -> NoReturn:
+    """Raise what says that this package has no such thing, and what to use."""
     raise UnsupportedError(f"moe_nvlink has no {what}; use {instead}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import reprlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from . import calls, rank_masks
 from .calls import Combine, Dispatch
 from .formats import LayerFormat
 from .sizes import widest_combine_row
+
+# torch ships no types for it.
+_unpack_dual: Callable[[torch.Tensor], Any] = forward_ad.unpack_dual
 
 
 def channel(index: int, num_channels: int) -> None:
@@ -98,7 +102,7 @@ def tensors_given(call: Dispatch | Combine) -> None:
         if not isinstance(value, torch.Tensor):
             raise no_tensor(name, value)
         takes_gradient = torch._C._functorch.is_gradtrackingtensor(value)
-        if takes_gradient or forward_ad.unpack_dual(value).tangent is not None:
+        if takes_gradient or _unpack_dual(value).tangent is not None:
             raise InputError(
                 f"torch takes a derivative of {name}, which cannot pass the exchange (it is for "
                 f"inference only); pass {name} without it (torch.func: call the exchange outside "

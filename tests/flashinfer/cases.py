@@ -49,7 +49,7 @@ from moe_nvlink_plugin.errors import (
     UnsupportedError,
 )
 from moe_nvlink_plugin.integration import flashinfer as ours
-from moe_nvlink_plugin.integration.flashinfer import moe_alltoall, moe_ep
+from moe_nvlink_plugin.integration.flashinfer import moe_alltoall, moe_ep, replacement
 
 from . import wires
 from .wires import HIDDEN, MAX_TOKENS, TOP_K, Wire, Work
@@ -407,8 +407,8 @@ def the_drop_in_has_flashinfers_signatures(rank: int, ep_size: int) -> None:
     mine = getattr(moe_alltoall, size)
     assert signature_of(mine) == signature_of(getattr(flashinfer.comm, size))
     with installed():
-        patched = [name for name in vars(flashinfer.comm) if name in moe_alltoall._INSTALLED]
-        assert len(patched) == len(moe_alltoall._INSTALLED)
+        patched = [name for name in vars(flashinfer.comm) if name in replacement._INSTALLED]
+        assert len(patched) == len(replacement._INSTALLED)
         ours.install()  # a second time
     late = types.ModuleType("late")
     late.MoeAlltoAll = theirs  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from moe_nvlink_plugin.errors import MoeNvlinkError, UnsupportedError
 from moe_nvlink_plugin.integration import common
 from moe_nvlink_plugin.integration.common import names, refusals
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
-from moe_nvlink_plugin.integration.common.formats import ExpertsInput
+from moe_nvlink_plugin.integration.common.experts_input import ExpertsInput
 from moe_nvlink_plugin.integration.common.options import Options, Wording, read
 from moe_nvlink_plugin.integration.common.pool import ExchangePool, bound_of_step
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks

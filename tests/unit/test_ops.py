@@ -231,12 +231,13 @@ def test_derivatives_are_refused() -> None:
         with pytest.raises(InputError, match="a derivative of hidden_states"):
             torch.func.grad(loss)(hidden)
         with forward_ad.dual_level():
-            dual = forward_ad.make_dual(hidden, torch.ones_like(hidden))
+            make_dual: Callable[..., torch.Tensor] = forward_ad.make_dual
+            dual = make_dual(hidden, torch.ones_like(hidden))
             for verb in (layer.dispatch, layer.dispatch_async):
                 with pytest.raises(InputError, match="a derivative of hidden_states"):
                     verb(dual, ids, weights)
             received = layer.dispatch(hidden, ids, weights)
-            rows = forward_ad.make_dual(torch.zeros(CAPACITY, 24), torch.ones(CAPACITY, 24))
+            rows = make_dual(torch.zeros(CAPACITY, 24), torch.ones(CAPACITY, 24))
             with pytest.raises(InputError, match="a derivative of expert_output"):
                 layer.combine(rows, received.metadata)
 

@@ -1,4 +1,4 @@
-"""What SGLang's experts take, in the words of `common.formats`.
+"""What SGLang's experts take, in the words of `common.experts_input`.
 
 Every runner that we serve takes floats and quantises them itself. Some take rows that travelled
 quantised as well, and a layer says so by ``set_quant_config``:
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from moe_nvlink_plugin.integration.common.formats import ExpertsInput
+from moe_nvlink_plugin.integration.common.experts_input import ExpertsInput
 from moe_nvlink_plugin.integration.common.options import AUTO, Options, Wording
 
 from .runners import Runner

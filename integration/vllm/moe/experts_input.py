@@ -1,4 +1,4 @@
-"""What vLLM's experts take: their FusedMoEQuantConfig in the terms of `common.formats`."""
+"""What vLLM's experts take: their FusedMoEQuantConfig in the terms of `common.experts_input`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.model_executor.layers.quantization.utils.mxfp8_utils import swizzle_mx
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 from vllm.utils.flashinfer import nvfp4_block_scale_interleave
 
-from moe_nvlink_plugin.integration.common.formats import ExpertsInput
+from moe_nvlink_plugin.integration.common.experts_input import ExpertsInput
 from moe_nvlink_plugin.integration.common.options import Wording
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
 
