@@ -1,7 +1,6 @@
 """Every name of FlashInfer that these modules touch, and the releases whose source was read.
 
-A test compares the lists with FlashInfer's source, and the tables of `integration/README.md` with
-the lists.
+A test compares the lists with FlashInfer's source, and the patches with README.md in this folder.
 """
 
 from __future__ import annotations

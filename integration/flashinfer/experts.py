@@ -25,7 +25,7 @@ and its CUDA sources. No kernel of them has run after our dispatch.
     hidden_states = exchange.combine(experts(received), received.metadata)
 
 With vLLM nobody needs this module: its `--moe-backend` selects experts that call these functions
-(integration/README.md has a table).
+(integration/vllm/README.md has a table).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every name of SGLang that this adapter touches, and the versions it was tried and read with.
 
-The tables in ``integration/README.md`` say in words what these tuples say; a test compares them.
+README.md in this folder says what the patches are for; a test compares them.
 Another test reads the source of the releases in `READ` and compares it with the signatures and
 fields listed here.
 """

@@ -1,8 +1,8 @@
 """Every name of vLLM that this adapter touches, and the versions it was tried and read with.
 
-The tables in ``integration/README.md`` say in words what these tuples say; a test compares them.
-Another test reads the source of the releases in `READ` and compares it with the signatures and
-fields listed here. So the test finds a release that moves a name before a user does.
+README.md in this folder says what the patches are for; a test compares them. Another test reads
+the source of the releases in `READ` and compares it with the signatures and fields listed here. So
+the test finds a release that moves a name before a user does.
 
 `put_in_place` registers a class of ours instead of one of vLLM's layers.
 """

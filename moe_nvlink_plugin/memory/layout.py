@@ -5,7 +5,7 @@ lm_head/launches.py).
 
 The regions of a layer keep their offsets for the life of the workspace, whatever the batch or
 dtype, and whichever layers join later. Only because of this, one barrier per verb protects the rows
-of the previous round (kernels/README.md says how), and a CUDA graph may hold their addresses.
+of the previous round (kernels/PROTOCOL.md says how), and a CUDA graph may hold their addresses.
 Therefore every region gets address space for several times its size, and grows into it.
 """
 

@@ -28,7 +28,7 @@ Stale = tuple[dict[str, int | str], ...]
 
 
 class Scenario(NamedTuple):
-    """pairs: release/acquire pairs of kernels/README.md it stands for. stale: what must not be."""
+    """pairs: pairs of kernels/PROTOCOL.md that it stands for. stale: what must not be."""
 
     pairs: tuple[str, ...]
     program: Callable[[Kernels], str]

@@ -25,7 +25,7 @@ from tests.litmus.protocol import EPOCH_READ, arriving
 MODULES = (protocol, head_protocol, small_protocol, counts_protocol, survivors_protocol)
 SCENARIOS = {name: each for module in MODULES for name, each in module.SCENARIOS.items()}
 TWINS = [(name, twin) for name, scenario in SCENARIOS.items() for twin in scenario.twins]
-KERNELS_README = Path(__file__).parents[2] / "kernels" / "README.md"
+PROTOCOL_PAGE = Path(__file__).parents[2] / "kernels" / "PROTOCOL.md"
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_the_axioms_apply(name: str, kernels: Kernels, monkeypatch: pytest.Monke
 
 
 def test_every_numbered_pair_has_a_scenario_and_twins() -> None:
-    pairs = set(re.findall(r"^\| (P\d+) \|", KERNELS_README.read_text(), re.MULTILINE))
+    pairs = set(re.findall(r"^\| (P\d+) \|", PROTOCOL_PAGE.read_text(), re.MULTILINE))
     assert pairs
     assert {pair for scenario in SCENARIOS.values() for pair in scenario.pairs} == pairs
     assert all(scenario.twins for scenario in SCENARIOS.values())

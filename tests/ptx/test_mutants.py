@@ -48,7 +48,7 @@ from tests.support.ptx.mutants import Mutant
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
 pytestmark = pytest.mark.timeout(1200)
 
-KERNELS_README = Path(__file__).parents[2] / "kernels" / "README.md"
+PROTOCOL_PAGE = Path(__file__).parents[2] / "kernels" / "PROTOCOL.md"
 ARCHITECTURE = "sm_90a"
 SEEDS = (1, 2, 3, 4, 5, 6)
 CTAS = 2
@@ -473,7 +473,7 @@ REDUNDANT = (
     Redundant(r"take_entry: .*load_relaxed_sys\(cell\)", CALLED_ONCE),
 )
 
-#: Mutants of each numbered pair of kernels/README.md: its release and its acquire.
+#: Mutants of each numbered pair of kernels/PROTOCOL.md: its release and its acquire.
 PAIRS = {
     "P1": (r"dispatch: .*signal_peer: .*order relaxed", r"dispatch: .*wait_for_epoch: .*relaxed"),
     "P2": (r"dispatch: .*arrive: .*order acquire", r"dispatch: .*arrive: .*order release"),
@@ -552,8 +552,8 @@ def test_all_mutants_are_reported(name: str) -> None:
     check(GROUPS[name](), SEEDS)
 
 
-def test_pairs_are_those_of_the_readme() -> None:
-    numbered = re.findall(r"^\| (P\d+) \|", KERNELS_README.read_text(), re.MULTILINE)
+def test_pairs_are_those_of_the_protocol_page() -> None:
+    numbered = re.findall(r"^\| (P\d+) \|", PROTOCOL_PAGE.read_text(), re.MULTILINE)
     assert sorted(PAIRS) == sorted(numbered)
 
 

@@ -15,25 +15,22 @@ from typing import NamedTuple
 
 from moe_nvlink_plugin.integration.common.names import Fields, Touched, minor
 
-README = Path(__file__).parents[2] / "integration" / "README.md"
+INTEGRATION = Path(__file__).parents[2] / "integration"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def not_in_the_readme(
-    package: str, touched: Iterable[Touched], fields: Iterable[Fields]
-) -> list[Touched | Fields]:
-    """What the tables of integration/README.md lack; modules stand there without the package."""
-    rows = [line for line in README.read_text(encoding="utf-8").splitlines() if "|" in line]
+def not_in_the_readme(package: str, touched: Iterable[Touched]) -> list[Touched]:
+    """Patches that the adapter's README.md lacks; modules stand there without the package."""
+    text = (INTEGRATION / package / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("|")]
 
-    def has(words: Iterable[str], kind: str = "") -> bool:
-        return any(kind in row and all(f"`{word}`" in row for word in words) for row in rows)
-
-    def module(of: Touched | Fields) -> str:
-        return of.module.removeprefix(f"{package}.")  # the package itself keeps its name
+    def has(*words: str) -> bool:
+        return any(all(f"`{word}`" in row for word in words) for row in rows)
 
     return [
-        *(one for one in touched if not has([one.name, module(one)], one.kind)),
-        *(one for one in fields if not has([one.owner, module(one), *one.names])),
+        one
+        for one in touched
+        if one.kind == "patch" and not has(one.name, one.module.removeprefix(f"{package}."))
     ]
 
 

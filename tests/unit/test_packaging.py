@@ -50,7 +50,7 @@ def product() -> Iterator[tuple[str, Path]]:
             name = path.relative_to(ROOT / folder)
             is_ours_alone = folder == "integration" and name.parts[0] == "demo"
             ships = path.suffix in {".py", *KERNEL_SUFFIXES} or path.name in {"py.typed"}
-            ships = ships or (folder != PACKAGE and name.as_posix() == "README.md")
+            ships = ships or (folder != PACKAGE and path.suffix == ".md")
             if ships and not is_ours_alone:
                 yield f"{place}/{name.as_posix()}", path
 

@@ -1,4 +1,4 @@
-"""The YAML file of integration/README.md, through vLLM's own parser and to our options."""
+"""The YAML file of integration/vllm/README.md, through vLLM's own parser and to our options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_nvlink_plugin.integration.vllm.choices import KEY, options_of
 
 pytestmark = pytest.mark.usefixtures("environment")
 
-README = Path(__file__).parents[2] / "integration" / "README.md"
+README = Path(__file__).parents[2] / "integration" / "vllm" / "README.md"
 
 
 @pytest.fixture(scope="module")

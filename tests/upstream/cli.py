@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--update", action="store_true", help="rewrite counts, add rules for unknown tests")
     add("--break", dest="broken", default="", choices=BREAKS, help="break our backend on purpose")
     add("--list", action="store_true", help="show the groups, run nothing")
-    add("--write-table", action="store_true", help="renew integration/README.md, run nothing")
+    add("--write-table", action="store_true", help="renew the table of README.md, run nothing")
     add("--logs", type=Path, metavar="FOLDER", help="where logs go (default: a new folder)")
     add("pytest", nargs="*", help="after --: arguments of pytest, such as -k EXPRESSION")
     return parser

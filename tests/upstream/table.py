@@ -1,4 +1,4 @@
-"""The table of integration/README.md: outcomes of the selected tests, from the expectations."""
+"""The table of README.md in this folder: outcomes of the selected tests, from the expectations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import expectations
 from .expectations import CANNOT_RUN, FAILED, PASSED, Rule
 from .groups import Group, Plugin, all_groups
 
-README = Path(__file__).resolve().parents[2] / "integration" / "README.md"
+README = Path(__file__).with_name("README.md")
 BEGIN = "<!-- upstream tests: written by `--write-table` -->"
 END = "<!-- end of upstream tests -->"
 HEADER = (
@@ -23,7 +23,7 @@ HEADER = (
 ROLES = {
     Plugin.SELECTED: "chosen",
     Plugin.INSTALLED: "not chosen",
-    Plugin.COMPARED: "not chosen; as without the plugin",
+    Plugin.COMPARED: "not chosen; compared",
 }
 
 
@@ -38,22 +38,22 @@ def text() -> str:
 
 
 def section(version: str, groups: Sequence[Group], rules: Mapping[str, Sequence[Rule]]) -> str:
-    """The part about one version: a row per group, and the reasons of what did not pass."""
+    """The part about one version: a row per group, and the reasons of what failed."""
     lines = [f"vLLM {version} on CPU processes:\n", HEADER]
     total: Counter[str] = Counter()
-    reasons: dict[str, Counter[str]] = {FAILED: Counter(), CANNOT_RUN: Counter(), PASSED: Counter()}
+    reasons: Counter[str] = Counter()
     for group in (group for group in groups if group.name in rules):
         counts: Counter[str] = Counter()
         for rule in rules[group.name]:
             counts[rule.outcome] += rule.count
-            reasons[rule.outcome][rule.reason.strip()] += rule.count
+            if rule.outcome == FAILED:
+                reasons[rule.reason.strip()] += rule.count
         total += counts
         lines.append(_row(group.title, ROLES[group.plugin], counts))
     lines.append(_row("all", "", total))
-    for outcome, heading in ((FAILED, "Failed"), (CANNOT_RUN, "Cannot run here")):
-        if reasons[outcome]:
-            lines.append(f"\n{heading}:\n")
-            lines += [f"- {count}: {reason}" for reason, count in reasons[outcome].most_common()]
+    if reasons:
+        lines.append("\nFailed:\n")
+        lines += [f"- {count}: {reason}" for reason, count in reasons.most_common()]
     return "\n".join(lines) + "\n"
 
 
