@@ -12,26 +12,24 @@ import pytest
 from moe_nvlink_plugin import env
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = (
-    "README.md",
-    "CHANGELOG.md",
-    "integration/README.md",
-    "kernels/README.md",
-    "benchmarks/README.md",
-)
-#: Sections about third-party files.
-FOREIGN = ("### Found in vLLM 0.32.0",)
 ROOMS = ("benchmarks", "include", "integration", "kernels", "moe_nvlink_plugin", "tests")
+#: Every document of the repository. The package's links lead to folders that are rooms themselves.
+DOCUMENTS = sorted(
+    {
+        path.resolve().relative_to(ROOT.resolve()).as_posix()
+        for pattern in ("*.md", *(f"{room}/**/*.md" for room in ROOMS))
+        for path in ROOT.glob(pattern)
+    }
+)
+#: The section about third-party files.
+FOREIGN = re.compile(r"^#+ Found in vLLM 0\.32\.0$.*?(?=^#{1,3} |\Z)", re.MULTILINE | re.DOTALL)
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS)
 
 
 def ours(document: str) -> str:
-    """The document's text up to its sections about third-party files."""
-    text = (ROOT / document).read_text(encoding="utf-8")
-    for heading in FOREIGN:
-        text = text.partition(f"\n{heading}\n")[0]
-    return text
+    """The document's text without its section about third-party files."""
+    return FOREIGN.sub("", (ROOT / document).read_text(encoding="utf-8"))
 
 
 def named_paths(text: str) -> set[str]:
@@ -94,15 +92,14 @@ def test_every_module_that_is_run_is_there(document: str) -> None:
 
 
 def test_the_table_of_variables_is_that_of_env() -> None:
-    text = (ROOT / "integration/README.md").read_text(encoding="utf-8")
-    table = re.search(
+    text = "".join((ROOT / document).read_text(encoding="utf-8") for document in DOCUMENTS)
+    (table,) = re.findall(
         r"<!-- environment variables: .*? -->\n(.*?)\n<!-- end of environment variables -->",
         text,
         re.DOTALL,
     )
-    assert table is not None
     rows = [f"| `{name}` | {default} | {use} |" for name, (default, use) in env.VARIABLES.items()]
-    assert table[1].splitlines() == ["| variable | default | meaning |", "|---|---|---|", *rows]
+    assert table.splitlines() == ["| variable | default | meaning |", "|---|---|---|", *rows]
 
 
 def test_the_checks_notice_what_is_missing() -> None:
