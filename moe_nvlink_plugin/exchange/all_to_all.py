@@ -203,8 +203,8 @@ class MoeAllToAll:
                 from call to call; a CUDA graph keeps the bound of its capture.
             active_ranks: what `rank_mask` or the attribute `active_ranks` returns, equal on all
                 ranks that it names; None: all ranks take part, apart from those that `mask` has
-                left out. The ranks that the mask leaves out must not call. They are sent
-                nothing and waited for by nobody, here and in the combine, and their experts count
+                left out. The ranks that the mask leaves out must not call. No rank sends
+                to them or waits for them, here and in the combine, and their experts count
                 as no experts. The kernel reads the values, so a CUDA graph that has captured the
                 call takes what the tensor holds at each replay. A rank that a round has left out
                 cannot take part in later rounds on this workspace. A rank that lives may leave

@@ -182,7 +182,7 @@ for _name, _implementation, _fake in (
 _WATCHERS: tuple[Callable[[], Any], ...] = (
     torch._C._len_torch_dispatch_stack,
     torch._C._len_torch_function_stack,
-    # Modes before autograd include this key. To count them takes four calls of Python functions.
+    # Modes before autograd include this key. Counting them takes four calls of Python functions.
     functools.partial(
         torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
     ),

@@ -1,7 +1,7 @@
 """The product's own kernels for GPUs, executed as PTX, against the reference bit for bit.
 
-`make test` has a sample, in which every kernel variant occurs. README.md has the command of the
-whole list (`-m long`).
+`make test` has a sample, in which every kernel variant occurs. kernels/EVIDENCE.md has the
+command of the whole list (`-m long`).
 """
 
 from __future__ import annotations

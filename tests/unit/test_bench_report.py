@@ -226,9 +226,11 @@ def test_a_result_that_does_not_say_where_it_is_from(checkout: Path, field: str)
 
 
 def test_a_block_that_nobody_knows(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change(checkout / "README.md", 'block("goals")', 'block("goal")')
+    change(checkout / "benchmarks/README.md", 'block("goals")', 'block("goal")')
     assert report.main(["--check"]) != 0
-    assert "README.md: no block 'goal'; there are goals, serve, " in capsys.readouterr().err
+    assert (
+        "benchmarks/README.md: no block 'goal'; there are goals, serve, " in capsys.readouterr().err
+    )
 
 
 def test_a_file_of_another_shape_is_named(

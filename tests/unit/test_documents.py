@@ -12,23 +12,17 @@ import pytest
 from moe_nvlink_plugin import env
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = (
-    "README.md",
-    "CHANGELOG.md",
-    "integration/README.md",
-    "integration/flashinfer/README.md",
-    "integration/sglang/README.md",
-    "integration/vllm/FOUND.md",
-    "integration/vllm/README.md",
-    "kernels/EVIDENCE.md",
-    "kernels/PROTOCOL.md",
-    "kernels/README.md",
-    "tests/upstream/README.md",
-    "benchmarks/README.md",
+ROOMS = ("benchmarks", "include", "integration", "kernels", "moe_nvlink_plugin", "tests")
+#: Every document of the repository. The package's links lead to folders that are rooms themselves.
+DOCUMENTS = sorted(
+    {
+        path.resolve().relative_to(ROOT.resolve()).as_posix()
+        for pattern in ("*.md", *(f"{room}/**/*.md" for room in ROOMS))
+        for path in ROOT.glob(pattern)
+    }
 )
 #: Documents about third-party files.
 FOREIGN = ("integration/vllm/FOUND.md",)
-ROOMS = ("benchmarks", "include", "integration", "kernels", "moe_nvlink_plugin", "tests")
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS)
 
@@ -98,15 +92,14 @@ def test_every_module_that_is_run_is_there(document: str) -> None:
 
 
 def test_the_table_of_variables_is_that_of_env() -> None:
-    text = (ROOT / "integration/README.md").read_text(encoding="utf-8")
-    table = re.search(
+    text = "".join((ROOT / document).read_text(encoding="utf-8") for document in DOCUMENTS)
+    (table,) = re.findall(
         r"<!-- environment variables: .*? -->\n(.*?)\n<!-- end of environment variables -->",
         text,
         re.DOTALL,
     )
-    assert table is not None
     rows = [f"| `{name}` | {default} | {use} |" for name, (default, use) in env.VARIABLES.items()]
-    assert table[1].splitlines() == ["| variable | default | meaning |", "|---|---|---|", *rows]
+    assert table.splitlines() == ["| variable | default | meaning |", "|---|---|---|", *rows]
 
 
 def test_the_checks_notice_what_is_missing() -> None:
