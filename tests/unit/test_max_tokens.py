@@ -14,6 +14,7 @@ from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.errors import DisagreementError, InputError
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
 from tests.kernels.test_received import filled_places, laid_out
+from tests.unit.opcheck import opcheck_dispatch
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -287,7 +288,7 @@ def test_opcheck(layout: str) -> None:
         pending = torch.zeros_like(layer._layer.workspace.pending)
         handle = layer._layer.handle
         given = (pending, hidden, None, ids, weights, [extra], None, handle, 0, None, 3)
-        torch.library.opcheck(ops.dispatch.default, given)
+        opcheck_dispatch(layer, given)
         counts = ops.dispatch.default(*given)[3]
         torch.library.opcheck(ops.received_scales.default, (counts, handle, 0, 3))
         torch.library.opcheck(ops.received.default, (counts, extra, 0, handle, 0, 3))

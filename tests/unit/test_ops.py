@@ -21,6 +21,7 @@ from moe_nvlink_plugin.errors import InputError
 from moe_nvlink_plugin.exchange import ops
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
 from tests.support.ranks import run_processes
+from tests.unit.opcheck import opcheck_dispatch
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -94,7 +95,7 @@ def test_schemas() -> None:
 
 
 def test_opcheck_dispatch(layer: MoeAllToAll) -> None:
-    torch.library.opcheck(torch.ops.moe_nvlink.dispatch.default, dispatch_arguments(layer))
+    opcheck_dispatch(layer, dispatch_arguments(layer))
 
 
 def test_opcheck_received(layer: MoeAllToAll) -> None:
@@ -433,13 +434,13 @@ def _compiled_rank(ep_rank: int, ep_size: int) -> list[bool]:
         MoeAllToAll.create(mine, dist.group.WORLD) as exchange,
         pytest.MonkeyPatch.context() as patch,
     ):
-        for verb in ("dispatch", "combine"):
+        for verb in ("start_dispatch", "combine"):
             patch.setattr(exchange._layer, verb, _in_step(getattr(exchange._layer, verb)))
         hidden, ids, weights = inputs(4 + ep_rank, ep_rank)
         pending = torch.zeros(1, dtype=torch.int64)
         arguments: tuple[Any, ...]
         arguments = (pending, hidden, None, ids, weights, [], None, exchange._layer.handle, 0)
-        torch.library.opcheck(torch.ops.moe_nvlink.dispatch.default, arguments)
+        opcheck_dispatch(exchange, arguments)
         rows = torch.randn(ep_size * CAPACITY, 24)
         slots = exchange.dispatch(hidden, ids, weights).metadata.send_slots
         arguments = (

@@ -16,6 +16,7 @@ from moe_nvlink_plugin.exchange import ops
 from moe_nvlink_plugin.exchange.arguments import quantiser_code
 from moe_nvlink_plugin.recipes import FP8_BLOCK, MXFP8, PayloadRow
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
+from tests.unit.opcheck import opcheck_dispatch
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -162,7 +163,7 @@ def test_opcheck(layer: MoeAllToAll) -> None:
     pending = torch.zeros_like(layer._layer.workspace.pending)
     arguments: tuple[Any, ...]
     arguments = (pending, hidden, None, ids, weights, [], scale_for(layer), layer._layer.handle, 0)
-    torch.library.opcheck(torch.ops.moe_nvlink.dispatch.default, arguments)
+    opcheck_dispatch(layer, arguments)
     counts = ops.dispatch(torch.zeros_like(pending), *arguments[1:])[3]
     if layer.recipe.scales_row(HIDDEN) is not None:
         torch.library.opcheck(
@@ -190,7 +191,7 @@ def test_opcheck_of_what_experts_read(name: str, layout: str) -> None:
             layer._layer.handle,
             0,
         )
-        torch.library.opcheck(torch.ops.moe_nvlink.dispatch.default, (*arguments, mask))
+        opcheck_dispatch(layer, (*arguments, mask))
         counts = ops.dispatch(torch.zeros_like(pending), *arguments[1:], mask)[3]
         torch.library.opcheck(
             torch.ops.moe_nvlink.received_scales.default, (counts, layer._layer.handle, 0)
