@@ -116,13 +116,14 @@ def dispatch(
         for source, table in enumerate(tables):
             tokens = [token for token, row in enumerate(table) if target in row]
             ids, is_absent = received_ids(config, topk_ids[source][tokens], target)
-            rows = [_chosen(payload, tokens) for payload in payloads[source]]
+            rows = [chosen_rows(payload, tokens) for payload in payloads[source]]
             from_sources.append(ReceivedRows(tokens, rows, ids, is_absent))
         received.append(from_sources)
     return received
 
 
-def _chosen(payload: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+def chosen_rows(payload: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """Return these rows of a payload of any type."""
     # Older versions of torch cannot index tensors of 8-bit floats.
     if payload.is_floating_point() and payload.itemsize == 1:
         return payload.view(torch.uint8)[tokens].view(payload.dtype)
