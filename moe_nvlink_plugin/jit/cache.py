@@ -224,7 +224,7 @@ def load_or_build(key: str, suffix: str, build: Callable[[Path], None], read: Re
             with filelock.FileLock(inside / lock, timeout=_LOCK_TIMEOUT_S):
                 found = _read(path, inside, read)
                 if found is None:
-                    _publish(inside, path.name, _built(path.name, build))
+                    _publish(inside, path.name, _sealed(_built(path.name, build)))
                     found = _read(path, inside, read)
         except filelock.Timeout as error:
             raise CompileError(
@@ -232,12 +232,16 @@ def load_or_build(key: str, suffix: str, build: Callable[[Path], None], read: Re
                 f"end it or remove {own / lock}"
             ) from error
         except OSError as error:
-            otherwise = "remove that directory" if path.is_dir() else "make room there"
-            remedy = _remedy(error, f"{otherwise}, or set MOE_NVLINK_CACHE_DIR")
-            raise CompileError(f"cannot write {path}: {_told(error)}; {remedy}") from error
+            raise _unwritable(path, error) from error
     if found is None:
         raise CompileError(f"{path} was just compiled and cannot be read; remove the file")
     return found
+
+
+def _unwritable(path: Path, error: OSError) -> CompileError:
+    otherwise = "remove that directory" if path.is_dir() else "make room there"
+    remedy = _remedy(error, f"{otherwise}, or set MOE_NVLINK_CACHE_DIR")
+    return CompileError(f"cannot write {path}: {_told(error)}; {remedy}")
 
 
 def _directory_for_a_miss() -> Path:
@@ -259,6 +263,25 @@ def get_or_build(key: str, suffix: str, build: Callable[[Path], None]) -> Path:
     Only for directories that nobody else can exchange. Args and errors are those of load_or_build.
     """
     return load_or_build(key, suffix, build, lambda entry: entry.path)
+
+
+def write_beside(key: str, suffix: str, text: str) -> Path:
+    """Write a text that people and their tools read; return its path, from the root. Local.
+
+    The text has no checksum at its end, and no process of this package reads it. Only for the
+    `build` of load_or_build with the same key, during which no other process writes this file.
+
+    Raises:
+        CompileError: the directory cannot be used, or the text cannot be written.
+    """
+    own = directory()
+    path = own / _name(key, suffix)
+    with _opened(own, {os.getuid()}) as inside:
+        try:
+            _publish(inside, path.name, text.encode())
+        except OSError as error:
+            raise _unwritable(path, error) from error
+    return path.absolute()
 
 
 def _name(key: str, suffix: str) -> str:
@@ -337,7 +360,7 @@ def _publish(inside: Path, name: str, content: bytes) -> None:
     try:
         with scratch.open("wb") as file:
             os.fchmod(file.fileno(), 0o644)  # with some umasks the group could write
-            file.write(_sealed(content))
+            file.write(content)
             file.flush()
             # The content reaches the disk before the name, so a power failure leaves no empty file.
             os.fsync(file.fileno())

@@ -10,7 +10,7 @@ from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
 from moe_nvlink_plugin.jit import nvrtc
 from moe_nvlink_plugin.launch.kernel import Variant
 
-from . import precompile
+from . import dump_source, precompile
 from .shipped import FAMILIES, own_version
 
 _PRECOMPILE = """
@@ -21,6 +21,12 @@ network. If there is a host compiler, it also compiles the kernels for CPU ranks
 
 Processes find the kernels with MOE_NVLINK_CACHE_DIR=DIR. DIR may belong to root, and processes need
 only read it. Neither group nor others may be able to write to it."""
+
+_DUMP_SOURCE = """
+Prints the text of one kernel as the GPU compiler reads it, in one piece: the values of the build
+stand in it, and what only the host compiles is left out. Comments and lines are those of kernels/.
+
+  moe-nvlink dump-source --arch sm_90a small_dispatch top_k=8 dtype=bf16"""
 
 _DOCTOR = """
 Looks at this machine. The last two lines say whether GPU ranks and CPU ranks will work, and if
@@ -123,6 +129,28 @@ def _parser() -> argparse.ArgumentParser:
     compiling.add_argument(
         "--jobs", type=_count, metavar="N", help="compiling processes (default: one per CPU)"
     )
+    dumping = commands.add_parser(
+        "dump-source",
+        help="print a kernel's text as the GPU compiler reads it",
+        description=_DUMP_SOURCE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    dumping.add_argument(
+        "--arch",
+        required=True,
+        choices=nvrtc.ARCHITECTURES,
+        metavar="ARCH",
+        help=f"architecture, one of {', '.join(nvrtc.ARCHITECTURES)}",
+    )
+    names = [kernel.name for family in FAMILIES for kernel in family.kernels]
+    dumping.add_argument("kernel", metavar="KERNEL", help=f"one of {', '.join(names)}")
+    dumping.add_argument(
+        "values",
+        nargs="*",
+        metavar="NAME=VALUE",
+        help="values that the kernel is compiled for; a refusal lists those that it takes",
+    )
+    dumping.add_argument("--ptx", action="store_true", help="print the PTX that NVRTC makes of it")
     watching = commands.add_parser(
         "top",
         help="show which ranks of a running model the others wait for",
@@ -146,6 +174,9 @@ def _run(options: argparse.Namespace) -> int:
         from . import top
 
         return top.main(options.urls, options.interval, once=options.once)
+    if options.command == "dump-source":
+        build = dump_source.parse_build(options.kernel, options.values)
+        return dump_source.main(build, options.arch, as_ptx=options.ptx)
     return precompile.precompile(
         options.arch or precompile.default_architectures(),
         options.geometry or precompile.default_geometries(),

@@ -22,7 +22,7 @@ from moe_nvlink_plugin.errors import CompileError, ConfigError, MoeNvlinkError, 
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import cache, nvrtc
 from moe_nvlink_plugin.launch import machine_code
-from moe_nvlink_plugin.launch.kernel import Build, Variant
+from moe_nvlink_plugin.launch.kernel import Axis, Build, Variant
 
 from .shipped import FAMILIES, load_host_libraries
 
@@ -85,13 +85,18 @@ def parse_geometry(text: str) -> Variant:
     family = base.family if base else by_word.get(first, by_word[""])
     has_word = base is not None or bool(family.word)
     try:
-        values = _values((rest.split(",") if comma else []) if has_word else text.split(","))
+        values = values_of((rest.split(",") if comma else []) if has_word else text.split(","))
         return base.instead(**values) if base is not None else family.variant(**values)
     except ConfigError as error:
         raise ConfigError(f"geometry {text!r} is neither {_known()}: {error}") from error
 
 
-def _values(parts: Sequence[str]) -> dict[str, int | str]:
+def values_of(parts: Sequence[str]) -> dict[str, int | str]:
+    """Return name -> value of texts `name=value`. Local.
+
+    Raises:
+        ConfigError: a text is not of this form, or a name is given twice.
+    """
     found: dict[str, int | str] = {}
     for part in parts:
         name, equals, value = (word.strip() for word in part.partition("="))
@@ -109,14 +114,16 @@ def _known() -> str:
     """Return what parse_geometry takes, as an error says it."""
     usages = " nor ".join(family.usage for family in FAMILIES)
     axes = dict.fromkeys(axis for family in FAMILIES for axis in family.axes)
-    choices = []
-    for axis in axes:
-        names = list(axis.choices())
-        numbers = [int(name) for name in names if name.isdecimal()]
-        is_range = len(numbers) == len(names)
-        which = f"from {min(numbers)} to {max(numbers)}" if is_range else f"of {', '.join(names)}"
-        choices.append(f"{axis.placeholder} {which}")
+    choices = [f"{axis.placeholder} {choices_of(axis)}" for axis in axes]
     return f"a model ({', '.join(PRESETS)}) nor {usages} with {'; '.join(choices)}"
+
+
+def choices_of(axis: Axis) -> str:
+    """Return which values an axis has, as an error says it. Local."""
+    names = list(axis.choices())
+    numbers = [int(name) for name in names if name.isdecimal()]
+    is_range = len(numbers) == len(names)
+    return f"from {min(numbers)} to {max(numbers)}" if is_range else f"of {', '.join(names)}"
 
 
 def default_architectures() -> list[str]:

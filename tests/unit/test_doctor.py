@@ -499,7 +499,12 @@ def test_needed_architectures_are_compiled(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("MOE_NVLINK_PDL", "maybe"), ("MOE_NVLINK_TIMEOUT_S", "-1"), ("MOE_NVLINK_MAX_SMS", "x")],
+    [
+        ("MOE_NVLINK_PDL", "maybe"),
+        ("MOE_NVLINK_TIMEOUT_S", "-1"),
+        ("MOE_NVLINK_MAX_SMS", "x"),
+        ("MOE_NVLINK_LINEINFO", "2"),
+    ],
 )
 def test_bad_variables(fake: Fake, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
