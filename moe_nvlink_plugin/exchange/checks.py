@@ -123,9 +123,15 @@ def no_gradient(call: Dispatch | Combine) -> None:
     Raises:
         InputError: it would, for a tensor that requires a gradient; names it.
     """
-    if torch.is_grad_enabled():
-        named = named_tensors(call)
-        check_no_gradient([name for name, _ in named], *(tensor for _, tensor in named))
+    if not torch.is_grad_enabled():
+        return
+    given: list[Any] = [call[place] for place in calls.TENSORS[type(call)]]
+    if isinstance(call, Dispatch):
+        given += call.extra_payloads
+    for tensor in given:
+        if tensor is not None and tensor.requires_grad:
+            named = named_tensors(call)
+            check_no_gradient([name for name, _ in named], *(tensor for _, tensor in named))
 
 
 def plain_tensors(call: Dispatch | Combine) -> None:
