@@ -50,6 +50,11 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "1: ranks may share a GPU if each is a process of its own; each gets its part of the SMs "
         "(for tests; slow, because without MPS the GPU runs one process at a time)",
     ),
+    "MOE_NVLINK_LINEINFO": (
+        "0",
+        "1: kernels for GPUs name the lines of their source, for profilers and debuggers; the "
+        "source lies beside them in the cache",
+    ),
     "MOE_NVLINK_STATS_DIR": (
         "unset",
         "vLLM, SGLang: directory in which each worker writes its counters: rank0.json and so on",
@@ -197,6 +202,11 @@ def _switch(name: str, default: bool) -> bool:
 def pdl() -> bool:
     """Return whether kernels use programmatic dependent launch."""
     return _switch("MOE_NVLINK_PDL", True)
+
+
+def lineinfo() -> bool:
+    """Return whether kernels for GPUs are compiled with the lines of their source."""
+    return _switch("MOE_NVLINK_LINEINFO", False)
 
 
 def allow_shared_gpu() -> bool:

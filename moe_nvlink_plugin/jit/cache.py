@@ -224,7 +224,7 @@ def load_or_build(key: str, suffix: str, build: Callable[[Path], None], read: Re
             with filelock.FileLock(inside / lock, timeout=_LOCK_TIMEOUT_S):
                 found = _read(path, inside, read)
                 if found is None:
-                    _publish(inside, path.name, _built(path.name, build))
+                    _publish(inside, path.name, _sealed(_built(path.name, build)))
                     found = _read(path, inside, read)
         except filelock.Timeout as error:
             raise CompileError(
@@ -259,6 +259,23 @@ def get_or_build(key: str, suffix: str, build: Callable[[Path], None]) -> Path:
     Only for directories that nobody else can exchange. Args and errors are those of load_or_build.
     """
     return load_or_build(key, suffix, build, lambda entry: entry.path)
+
+
+def write_beside(key: str, suffix: str, text: str) -> Path:
+    """Write a text that people and their tools read; return its path, from the root. Local.
+
+    The text has no checksum at its end, and no process of this package reads it. Only for the
+    `build` of load_or_build with the same key, during which no other process writes this file.
+
+    Raises:
+        CompileError: the directory cannot be used.
+        OSError: the text cannot be written.
+    """
+    own = directory()
+    name = _name(key, suffix)
+    with _opened(own, {os.getuid()}) as inside:
+        _publish(inside, name, text.encode())
+    return (own / name).absolute()
 
 
 def _name(key: str, suffix: str) -> str:
@@ -337,7 +354,7 @@ def _publish(inside: Path, name: str, content: bytes) -> None:
     try:
         with scratch.open("wb") as file:
             os.fchmod(file.fileno(), 0o644)  # with some umasks the group could write
-            file.write(_sealed(content))
+            file.write(content)
             file.flush()
             # The content reaches the disk before the name, so a power failure leaves no empty file.
             os.fsync(file.fileno())

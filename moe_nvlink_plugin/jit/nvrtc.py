@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from moe_nvlink_plugin import env
 from moe_nvlink_plugin.errors import CompileError, UnsupportedError
 
 from . import cache
@@ -26,6 +27,8 @@ OPTIONS = ("--std=c++20", "--fmad=false", "--ptxas-options=--warn-on-spills")
 #: A warning of ptxas, such as a register spill, is a mistake in the kernels; the tests compile with
 #: this option.
 STRICT = ("--ptxas-options=--warning-as-error",)
+#: The code names the lines of its source, and is the same code.
+LINEINFO = ("--generate-line-info",)
 
 #: The oldest NVRTC that pyproject.toml allows, and the newest one that has compiled every kernel:
 #: tests/kernels/every_nvrtc.py.
@@ -44,20 +47,24 @@ def version() -> str:
     return _version(_nvrtc())
 
 
-def compile_cubin(text: str, architecture: str, *, strict: bool = True) -> bytes:
+def compile_cubin(
+    text: str, architecture: str, *, strict: bool = True, source: Path | None = None
+) -> bytes:
     """Compile one translation unit for one architecture; return the cubin. Local; seconds.
 
     Args:
         text: the translation unit.
         architecture: such as "sm_90a".
         strict: whether a warning of ptxas, such as a register spill, is an error.
+        source: file whose lines the cubin names; None: it names none.
 
     Raises:
         UnsupportedError: cuda-bindings or NVRTC is not installed, or this NVRTC does not know the
             architecture.
         CompileError: NVRTC refused the text. The message has its log.
     """
-    return _compiled(text, architecture, "CUBIN", STRICT if strict else ())
+    options = (*(STRICT if strict else ()), *(LINEINFO if source else ()))
+    return _compiled(text, architecture, "CUBIN", options, source)
 
 
 def compile_ptx(text: str, architecture: str) -> str:
@@ -70,12 +77,19 @@ def compile_ptx(text: str, architecture: str) -> str:
     return _compiled(text, architecture, "PTX").rstrip(b"\0").decode()
 
 
-def _compiled(text: str, architecture: str, kind: str, options: tuple[str, ...] = ()) -> bytes:
+def _compiled(
+    text: str,
+    architecture: str,
+    kind: str,
+    options: tuple[str, ...] = (),
+    source: Path | None = None,
+) -> bytes:
     """Return what NVRTC makes of a text: CUBIN or PTX, as its functions name them."""
     nvrtc = _nvrtc()
     _check_architecture(nvrtc, architecture)
     options = (f"--gpu-architecture={architecture}", *OPTIONS, *options)
-    program = _check(nvrtc, nvrtc.nvrtcCreateProgram(text.encode(), b"moe_nvlink.cu", 0, [], []))
+    name = str(source or "moe_nvlink.cu").encode()
+    program = _check(nvrtc, nvrtc.nvrtcCreateProgram(text.encode(), name, 0, [], []))
     try:
         status = nvrtc.nvrtcCompileProgram(
             program, len(options), [option.encode() for option in options]
@@ -101,16 +115,21 @@ def load_or_compile(text: str, architecture: str) -> bytes:
     If a text compiles only with warnings, the user gets its cubin and one log line: a kernel that
     spills registers is slow but correct. Our tests refuse such a text.
 
+    With MOE_NVLINK_LINEINFO=1 the text also lies in the cache, and the cubin names its lines.
+
     Raises:
         UnsupportedError: the cubin is not in the cache, and NVRTC is missing or does not know the
             architecture.
         CompileError: NVRTC refused the text, or the cache directory cannot be used.
+        ConfigError: MOE_NVLINK_LINEINFO is neither 0 nor 1.
     """
+    key = _key(text, architecture)
 
     def build(target: Path) -> None:
-        target.write_bytes(_compile_for_user(text, architecture))
+        source = cache.write_beside(key, ".cu", text) if env.lineinfo() else None
+        target.write_bytes(_compile_for_user(text, architecture, source))
 
-    return cache.load_or_build(_key(text, architecture), ".cubin", build, _gpu_code)
+    return cache.load_or_build(key, ".cubin", build, _gpu_code)
 
 
 def is_cached(text: str, architecture: str) -> bool:
@@ -118,20 +137,22 @@ def is_cached(text: str, architecture: str) -> bool:
 
     Raises:
         CompileError: the cache directory cannot be used.
+        ConfigError: MOE_NVLINK_LINEINFO is neither 0 nor 1.
     """
     return cache.load(_key(text, architecture), ".cubin", _gpu_code) is not None
 
 
 def _key(text: str, architecture: str) -> str:
-    return "\0".join(("cubin", architecture, *OPTIONS, text))
+    options = (*OPTIONS, *(LINEINFO if env.lineinfo() else ()))
+    return "\0".join(("cubin", architecture, *options, text))
 
 
-def _compile_for_user(text: str, architecture: str) -> bytes:
+def _compile_for_user(text: str, architecture: str, source: Path | None) -> bytes:
     try:
-        return compile_cubin(text, architecture)
+        return compile_cubin(text, architecture, source=source)
     except CompileError as strict_error:
         try:
-            cubin = compile_cubin(text, architecture, strict=False)
+            cubin = compile_cubin(text, architecture, strict=False, source=source)
         except CompileError as error:
             raise CompileError(
                 f"{error}\nPlease report this log. Meanwhile: NVRTC {TRIED[0]} and {TRIED[1]} have "

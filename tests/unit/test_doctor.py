@@ -381,7 +381,7 @@ def compiled_as(
 ) -> Callable[..., bytes]:
     """An NVRTC that refuses some texts; of the others it makes the beginning of a cubin."""
 
-    def compile_cubin(text: str, architecture: str, *, strict: bool = True) -> bytes:
+    def compile_cubin(text: str, architecture: str, **_options: Any) -> bytes:
         if refuse(text):
             raise CompileError(f"NVRTC 13.0 failed for {architecture}:\nmoe_nvlink.cu(9): error")
         if seen is not None:
@@ -499,7 +499,12 @@ def test_needed_architectures_are_compiled(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("MOE_NVLINK_PDL", "maybe"), ("MOE_NVLINK_TIMEOUT_S", "-1"), ("MOE_NVLINK_MAX_SMS", "x")],
+    [
+        ("MOE_NVLINK_PDL", "maybe"),
+        ("MOE_NVLINK_TIMEOUT_S", "-1"),
+        ("MOE_NVLINK_MAX_SMS", "x"),
+        ("MOE_NVLINK_LINEINFO", "2"),
+    ],
 )
 def test_bad_variables(fake: Fake, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)

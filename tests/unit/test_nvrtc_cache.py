@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from moe_nvlink_plugin import driver
-from moe_nvlink_plugin.errors import CompileError, UnsupportedError
+from moe_nvlink_plugin.errors import CompileError, ConfigError, UnsupportedError
 from moe_nvlink_plugin.exchange.kernels import DISPATCH, LAYER
 from moe_nvlink_plugin.jit import cache, header, nvrtc
 from moe_nvlink_plugin.launch import machine_code
 from moe_nvlink_plugin.launch.kernel import Build
+from tests.kernels.test_nvrtc import disassemble
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -106,6 +107,60 @@ def test_geometries_have_kernels_of_their_own(compiler: Any, folder: Path) -> No
     assert len(cubins) == len(list(folder.glob("*.cubin"))) == 6
     assert nvrtc.is_cached(build_of(2).text(), "sm_90a")
     assert not nvrtc.is_cached(build_of(3).text(), "sm_90a")
+
+
+def names_lines_of(source: Path, cubin: bytes) -> bool:
+    """Debug information has the folder and the name apart."""
+    return all(f"{part}\0".encode() in cubin for part in (source.parent, source.name))
+
+
+def test_lines_of_the_source(compiler: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same instructions with the lines of a file that lies beside them; another entry."""
+    text = build_of(2).text()
+    plain = nvrtc.load_or_compile(text, "sm_90a")
+    assert b".debug_line" not in plain
+    assert not list(folder.glob("*.cu"))
+    (plain_path,) = folder.glob("*.cubin")
+
+    monkeypatch.setenv("MOE_NVLINK_LINEINFO", "1")
+    assert not nvrtc.is_cached(text, "sm_90a")
+    lined = nvrtc.load_or_compile(text, "sm_90a")
+    assert b".debug_line" in lined
+    (source,) = folder.glob("*.cu")
+    assert source.read_text() == text
+    assert names_lines_of(source, lined)
+    assert set(folder.glob("*.cubin")) == {plain_path, source.with_suffix(".cubin")}
+    assert disassemble(lined, DISPATCH.entry) == disassemble(plain, DISPATCH.entry)
+
+    forbid_compiling(monkeypatch)
+    assert nvrtc.load_or_compile(text, "sm_90a") == lined
+    monkeypatch.setenv("MOE_NVLINK_LINEINFO", "0")
+    assert nvrtc.load_or_compile(text, "sm_90a") == plain
+
+
+def test_lines_of_a_text_that_spills(
+    compiler: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_NVLINK_LINEINFO", "1")
+    assert b".debug_line" in nvrtc.load_or_compile(SPILLING, "sm_90a")
+
+
+def test_a_source_in_a_directory_named_from_here(
+    compiler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A profiler that runs elsewhere opens it too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", "here")
+    monkeypatch.setenv("MOE_NVLINK_LINEINFO", "1")
+    cubin = nvrtc.load_or_compile(SMALL, "sm_90a")
+    (source,) = (tmp_path / "here").glob("*.cu")
+    assert names_lines_of(source, cubin)
+
+
+def test_neither_lines_nor_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_NVLINK_LINEINFO", "yes")
+    with pytest.raises(ConfigError, match="MOE_NVLINK_LINEINFO='yes' must be 0 or 1; unset it for"):
+        nvrtc.is_cached(SMALL, "sm_90a")
 
 
 # What lies in the cache may be damaged: by a full disk, a bad copy into an image, a bad disk.

@@ -250,7 +250,7 @@ def _descriptor_domain() -> str:
 def _environment() -> tuple[dict[str, str | None], tuple[str, ...]]:
     bad = []
     readers: tuple[Callable[[], Any], ...] = (env.host_threads, env.first_timeout_s, env.pdl)
-    for reader in (*readers, env.max_sms, env.allow_shared_gpu):
+    for reader in (*readers, env.max_sms, env.allow_shared_gpu, env.lineinfo):
         found = _ask(lambda reader=reader: str(reader()))  # type: ignore[misc]
         if found.error:
             bad.append(found.error)
