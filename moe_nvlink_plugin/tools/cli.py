@@ -176,9 +176,7 @@ def _run(options: argparse.Namespace) -> int:
         return top.main(options.urls, options.interval, once=options.once)
     if options.command == "dump-source":
         build = dump_source.parse_build(options.kernel, options.values)
-        printed = dump_source.ptx if options.ptx else dump_source.text
-        print(printed(build, options.arch), end="")
-        return 0
+        return dump_source.main(build, options.arch, as_ptx=options.ptx)
     return precompile.precompile(
         options.arch or precompile.default_architectures(),
         options.geometry or precompile.default_geometries(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 
 from moe_nvlink_plugin.errors import ConfigError
@@ -53,6 +55,17 @@ def text(build: Build, architecture: str) -> str:
 def ptx(build: Build, architecture: str) -> str:
     """Return the PTX that NVRTC makes of a build; raises as nvrtc.compile_ptx. Local; seconds."""
     return _heading(build, architecture) + nvrtc.compile_ptx(build.text(), architecture)
+
+
+def main(build: Build, architecture: str, *, as_ptx: bool) -> int:
+    """Print a build's text, or its PTX; return 0, or 1 if whoever reads has read enough."""
+    printed = ptx(build, architecture) if as_ptx else text(build, architecture)
+    try:
+        print(printed, end="", flush=True)
+    except BrokenPipeError:  # `less` was left; what Python still holds goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
 
 
 def _heading(build: Build, architecture: str) -> str:
