@@ -232,12 +232,16 @@ def load_or_build(key: str, suffix: str, build: Callable[[Path], None], read: Re
                 f"end it or remove {own / lock}"
             ) from error
         except OSError as error:
-            otherwise = "remove that directory" if path.is_dir() else "make room there"
-            remedy = _remedy(error, f"{otherwise}, or set MOE_NVLINK_CACHE_DIR")
-            raise CompileError(f"cannot write {path}: {_told(error)}; {remedy}") from error
+            raise _unwritable(path, error) from error
     if found is None:
         raise CompileError(f"{path} was just compiled and cannot be read; remove the file")
     return found
+
+
+def _unwritable(path: Path, error: OSError) -> CompileError:
+    otherwise = "remove that directory" if path.is_dir() else "make room there"
+    remedy = _remedy(error, f"{otherwise}, or set MOE_NVLINK_CACHE_DIR")
+    return CompileError(f"cannot write {path}: {_told(error)}; {remedy}")
 
 
 def _directory_for_a_miss() -> Path:
@@ -268,14 +272,16 @@ def write_beside(key: str, suffix: str, text: str) -> Path:
     `build` of load_or_build with the same key, during which no other process writes this file.
 
     Raises:
-        CompileError: the directory cannot be used.
-        OSError: the text cannot be written.
+        CompileError: the directory cannot be used, or the text cannot be written.
     """
     own = directory()
-    name = _name(key, suffix)
+    path = own / _name(key, suffix)
     with _opened(own, {os.getuid()}) as inside:
-        _publish(inside, name, text.encode())
-    return (own / name).absolute()
+        try:
+            _publish(inside, path.name, text.encode())
+        except OSError as error:
+            raise _unwritable(path, error) from error
+    return path.absolute()
 
 
 def _name(key: str, suffix: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -155,6 +156,22 @@ def test_a_source_in_a_directory_named_from_here(
     cubin = nvrtc.load_or_compile(SMALL, "sm_90a")
     (source,) = (tmp_path / "here").glob("*.cu")
     assert names_lines_of(source, cubin)
+
+
+def test_a_source_that_cannot_be_written(
+    compiler: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_NVLINK_LINEINFO", "1")
+    nvrtc.load_or_compile(SMALL, "sm_90a")
+    (source,) = folder.glob("*.cu")
+    source.with_suffix(".cubin").unlink()
+    source.unlink()
+    source.mkdir()
+    refusal = f"cannot write {source}: Is a directory; remove that directory, or set MOE_NVLINK_"
+    with pytest.raises(CompileError, match=re.escape(refusal)):
+        nvrtc.load_or_compile(SMALL, "sm_90a")
+    source.rmdir()
+    assert names_lines_of(source, nvrtc.load_or_compile(SMALL, "sm_90a"))
 
 
 def test_neither_lines_nor_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
