@@ -279,7 +279,7 @@ def test_a_shared_build_that_fails_is_told_of_each_geometry(
 ) -> None:
     """Each with the line that fills a cache for it."""
 
-    def compile_cubin(_text: str, _architecture: str, *, strict: bool = True) -> bytes:
+    def compile_cubin(_text: str, _architecture: str, **_options: Any) -> bytes:
         raise UnsupportedError("no NVRTC library")
 
     monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
@@ -398,10 +398,10 @@ def test_one_failure_leaves_the_others(
 ) -> None:
     really = nvrtc.compile_cubin
 
-    def compile_cubin(text: str, architecture: str, *, strict: bool = True) -> bytes:
+    def compile_cubin(text: str, architecture: str, **options: Any) -> bytes:
         if architecture == "sm_90a":
             raise error
-        return really(text, architecture, strict=strict)
+        return really(text, architecture, **options)
 
     monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
     assert run(folder, "--arch", "sm_90a", "sm_100a", "--geometry", "top_k=2") == 1
