@@ -116,9 +116,8 @@ class Layer:
             [self._combine_arguments(rank) for rank in ranks],
         )
         self._has_dispatched = False
-        if emulated.is_small(self.ranks.config):
-            # A small dispatch refuses to follow one that has not been combined.
-            self.before = {"dispatch": self.combine, "both": self.combine}
+        # A dispatch refuses to follow one that has not been combined.
+        self.before = {"dispatch": self.combine, "both": self.combine}
 
     def _prepare(
         self, backend: emulated.Backend, dispatches: list[Any], combines: list[Any]

@@ -35,7 +35,7 @@ SEEDED_BUGS: Bugs = {
     ),
     "barrier behind the arrival": without("arrive", "cta.sync();", after="return shared.finisher;"),
     "the epoch's reading before the arrival": [
-        *instead("dispatch_body", "load_word(&local_control(args)->epoch) + 1", "0"),
+        *instead("dispatch_body", "dispatched + 1", "0"),
         Edit(
             "dispatch_body",
             "const bool is_last = finisher == num_finishers(cta) - 1;",
