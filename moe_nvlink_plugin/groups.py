@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed
 
-from .errors import DisagreementError, InputError, PeerError
+from .errors import DisagreementError, ExchangeStateError, InputError, PeerError
 
 T = TypeVar("T")
 
@@ -64,6 +64,21 @@ class _ObjectGroup:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return list(self._gather(value))
+
+
+class Left:
+    """Rank and size of a group that is not used any more, and is not kept alive.
+
+    The threads of a gloo group live as long as the group does. If Python ends before they do, one
+    that still lets go of a tensor ends the process by SIGABRT.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.rank, self.size = group.rank, group.size
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Raise ExchangeStateError."""
+        raise ExchangeStateError("the workspace is closed; create a new MoeAllToAll or HeadGroup")
 
 
 def _value(member: Any) -> Any:

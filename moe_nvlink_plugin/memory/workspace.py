@@ -15,7 +15,7 @@ import torch
 
 from moe_nvlink_plugin.config import MAX_CHANNELS
 from moe_nvlink_plugin.errors import ExchangeStateError, MoeNvlinkError
-from moe_nvlink_plugin.groups import Group, all_or_none
+from moe_nvlink_plugin.groups import Group, Left, all_or_none
 from moe_nvlink_plugin.transport import SymmetricMemory, Transport
 
 from .executor import FaultWords, WordReader, WorkspaceExecutor
@@ -100,7 +100,7 @@ class Workspace(Generic[E]):
     def __init__(
         self, group: Group, transport: Transport, executor: E, device: torch.device
     ) -> None:
-        self.group = group
+        self.group: Group = group
         self.device = device
         self.executor = executor
         self.broken: MoeNvlinkError | None = None
@@ -378,7 +378,10 @@ class Workspace(Generic[E]):
         It waits for this thread's stream. The verbs of other streams must have ended.
         """
         self._users -= 1
-        if self._users > 0 or self._memory is None:
+        if self._users > 0:
+            return
+        self.group = Left(self.group)
+        if self._memory is None:
             return
         self._keep_last_stats()
         self._keep()
