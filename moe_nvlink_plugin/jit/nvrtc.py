@@ -109,7 +109,7 @@ def _compiled(
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def load_or_compile(text: str, architecture: str) -> bytes:
+def load_or_compile(text: str, architecture: str, *, of_this_nvrtc: bool = False) -> bytes:
     """Return the cubin of a text; compile it if the cache lacks it or holds a damaged file. Local.
 
     If a text compiles only with warnings, the user gets its cubin and one log line: a kernel that
@@ -117,13 +117,18 @@ def load_or_compile(text: str, architecture: str) -> bytes:
 
     With MOE_NVLINK_LINEINFO=1 the text also lies in the cache, and the cubin names its lines.
 
+    Args:
+        text: the translation unit.
+        architecture: such as "sm_90a".
+        of_this_nvrtc: take no cubin that another version of NVRTC has made.
+
     Raises:
         UnsupportedError: the cubin is not in the cache, and NVRTC is missing or does not know the
             architecture.
         CompileError: NVRTC refused the text, or the cache directory cannot be used.
         ConfigError: MOE_NVLINK_LINEINFO is neither 0 nor 1.
     """
-    key = _key(text, architecture)
+    key = _key(text, architecture, *((version(),) if of_this_nvrtc else ()))
 
     def build(target: Path) -> None:
         source = cache.write_beside(key, ".cu", text) if env.lineinfo() else None
@@ -142,8 +147,8 @@ def is_cached(text: str, architecture: str) -> bool:
     return cache.load(_key(text, architecture), ".cubin", _gpu_code) is not None
 
 
-def _key(text: str, architecture: str) -> str:
-    options = (*OPTIONS, *(LINEINFO if env.lineinfo() else ()))
+def _key(text: str, architecture: str, *more: str) -> str:
+    options = (*OPTIONS, *(LINEINFO if env.lineinfo() else ()), *more)
     return "\0".join(("cubin", architecture, *options, text))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 from moe_nvlink_plugin import driver
@@ -12,7 +13,15 @@ from moe_nvlink_plugin.jit import cache, nvrtc
 from .kernel import PDL, Build, Variant
 from .shape import Limits
 
+logger = logging.getLogger(__name__)
+
 _NO_ROOM = "leave more room on the GPU (vLLM: lower --gpu-memory-utilization)"
+#: The driver can do nothing with the machine code, as it says.
+_NOT_FOR_THIS_DRIVER = (
+    "CUDA_ERROR_INVALID_IMAGE",
+    "CUDA_ERROR_NO_BINARY_FOR_GPU",
+    "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
+)
 _TOO_OLD = "they are built by CUDA 13 and need driver 580 or newer"
 
 
@@ -90,14 +99,19 @@ def function_of(index: int, build: Build, wanted: Variant) -> Function:
     found = _loaded.get((index, build))
     if found is None:
         cubin = cubin_for(build, driver.device(index).architecture, wanted)
-        found = _loaded.setdefault((index, build), _load(index, cubin, build.kernel.entry))
+        found = _loaded.setdefault((index, build), _load(index, build, cubin))
     return found
 
 
-def _load(index: int, cubin: bytes, entry: str) -> Function:
+def _load(index: int, build: Build, cubin: bytes) -> Function:
     with driver.on_device(index):
         try:
-            return Function(driver.call("cuModuleLoadData", cubin), entry)
+            try:
+                return _function(cubin, build)
+            except DriverError as error:
+                if error.status not in _NOT_FOR_THIS_DRIVER:
+                    raise
+                return _function(_compiled_here(index, build, error), build)
         except DriverError as error:
             major, minor = driver.driver_version()
             no_room = error.status == "CUDA_ERROR_OUT_OF_MEMORY"
@@ -105,3 +119,23 @@ def _load(index: int, cubin: bytes, entry: str) -> Function:
                 f"the driver (CUDA {major}.{minor}) does not load the kernels built for "
                 f"{driver.device(index).architecture}: {error}; {_NO_ROOM if no_room else _TOO_OLD}"
             ) from error
+
+
+def _function(cubin: bytes, build: Build) -> Function:
+    return Function(driver.call("cuModuleLoadData", cubin), build.kernel.entry)
+
+
+def _compiled_here(index: int, build: Build, refused: DriverError) -> bytes:
+    """Return a cubin of this machine's NVRTC: a newer one may have filled the cache elsewhere."""
+    try:
+        cubin = nvrtc.load_or_compile(
+            build.text(), driver.device(index).architecture, of_this_nvrtc=True
+        )
+    except UnsupportedError:
+        raise refused from None
+    logger.warning(
+        "moe_nvlink: the driver refuses a cached kernel (%s); this machine's NVRTC has compiled "
+        "it anew",
+        refused,
+    )
+    return cubin

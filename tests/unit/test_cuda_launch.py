@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ from moe_nvlink_plugin.errors import (
 )
 from moe_nvlink_plugin.exchange.kernels import COMBINE, DISPATCH, LAYER
 from moe_nvlink_plugin.groups import Group, as_group
-from moe_nvlink_plugin.jit import host
+from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.launch.machine_code import _loaded
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
@@ -682,10 +683,34 @@ def test_a_rank_that_cannot_start(
     call: str, status: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error on both ranks, nothing left behind, and the next attempt works."""
-    outcomes, before, after = in_driver(failing, tmp_path, monkeypatch, f"{call}:1:{status}")
+    # A rank makes another cubin of one that the driver refuses; one of these is refused too.
+    spec = ",".join(f"{call}:{number}:{status}" for number in (1, 2, 3))
+    outcomes, before, after = in_driver(failing, tmp_path, monkeypatch, spec)
     assert any(message in outcome and status in outcome for outcome in outcomes), outcomes
     assert all(not outcome.startswith("NoneType") for outcome in outcomes), outcomes
     assert before == after
+
+
+def refusing() -> list[int]:
+    """Cubins compiled by a start, one whose first cubin the driver refuses, and one more such."""
+    control, compiled = fake_cuda.control(), []
+    for refused in ("", *["cuModuleLoadData:1:CUDA_ERROR_INVALID_IMAGE"] * 2):
+        _loaded.clear()
+        control.fail(refused)
+        with mock.patch.object(nvrtc, "compile_cubin", wraps=nvrtc.compile_cubin) as compiling:
+            round_trip(alone())
+        compiled.append(compiling.call_count)
+    return compiled
+
+
+def test_a_cubin_that_the_driver_refuses_is_compiled_anew_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer NVRTC may have filled the cache, on another machine."""
+    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(tmp_path / "cache"))
+    first, *others = in_driver(refusing, tmp_path, monkeypatch)
+    assert first > 1
+    assert others == [1, 0]
 
 
 def failed_launch() -> list[str]:

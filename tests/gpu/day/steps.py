@@ -100,9 +100,24 @@ _BULK = dataclasses.replace(
     variables=(("MOE_NVLINK_SMALL_TOKENS", "0"),),
 )
 
+#: A rank of two has four times the SMs of a rank of eight, and so about the share of the bytes a SM
+#: that a rank of eight with a GPU of its own has at half as many tokens.
+_TWO = _emulated("two-ranks", 30, "--backend moe_nvlink --batches 1 4 16 32 48 64")
+_TWO = dataclasses.replace(
+    _TWO,
+    command=tuple("2" if part == "8" else part for part in _TWO.command),
+    variables=(("MOE_NVLINK_SMALL_TOKENS", "64"),),
+)
+_TWO_BULK = dataclasses.replace(
+    _TWO,
+    name="two-ranks-bulk",
+    command=tuple(part.replace("two-ranks", "two-ranks-bulk") for part in _TWO.command),
+    variables=_BULK.variables,
+)
+
 NUMBERS = Stage(
     "numbers",
-    420,
+    480,
     (
         # Beside FlashInfer if it is there. The goals are at 64 tokens or fewer, and at 2048.
         (_emulated("moe-comm", 175, "--batches 1 4 16 32 64 128 256 512 1024 2048"),),
@@ -135,6 +150,8 @@ NUMBERS = Stage(
             ),
         ),
         (_BULK,),
+        (_TWO,),
+        (_TWO_BULK,),
     ),
 )
 
