@@ -39,7 +39,7 @@ from tests.gpu.watched import PLACES as TOOLKITS
 #: Batches, in tokens per rank, of one report each: one process measures a group. If it is cut, the
 #: groups before it are there.
 GROUPS = ((16, 2048), (1, 64))
-#: Of the small batches, where all is small.
+#: What a rehearsal runs in their place.
 REHEARSED = ((1, 4),)
 VERBS = ("dispatch", "combine")
 
@@ -125,7 +125,6 @@ def run_workload(batches: Sequence[int], *, rehearse: bool, facts: Path | None) 
     from benchmarks import common
     from benchmarks.moe_comm import emulated, options
 
-    shape = {"hidden_size": 64} if rehearse else {}
     made = options.Options(
         backends=("moe_nvlink",),
         batches=tuple(batches),
@@ -134,7 +133,7 @@ def run_workload(batches: Sequence[int], *, rehearse: bool, facts: Path | None) 
         emulate_ranks=True,
         router="perfect",
         profile="custom" if rehearse else "deepseek_v3",
-        **shape,
+        hidden_size=64 if rehearse else 7168,
     )
     if facts is not None:
         machine = common.describe_run() | ({} if rehearse else common.describe_gpu())
