@@ -2,15 +2,16 @@
 # The stages of a first half hour on one GPU, each one command.
 #
 #   benchmarks/on_gpu.sh smoke          4 min: does it work at all, and first numbers
-#   benchmarks/on_gpu.sh numbers        7 min: the benchmarks
+#   benchmarks/on_gpu.sh numbers        8 min: the benchmarks, ncu
 #   benchmarks/on_gpu.sh breadth        7 min: all GPU tests, the sanitizers
 #   benchmarks/on_gpu.sh again NAME...  steps of these by name: what was mended, once more
 #   --rehearse  before the stage: the same steps, small, on CPU ranks and the stand-in for the driver
 #
-# tests/gpu/day/steps.py has the steps and their limits. Leaves <date>-gpu-<stage>.txt (all that was
-# said), <date>-gpu-<stage>.json (what became of each step) and a JSON file a benchmark in $OUT, or
-# in benchmarks/results/ where OUT is not set. Exit status: 0 all well, 1 a step failed, was cut or
-# found no time, 2 nothing could run.
+# tests/gpu/day/steps.py has the steps and their limits. Leaves three files in $OUT, of which a lent
+# machine gives back few: <date>-<h100, say>-<stage>.txt (all that was said), .json (what became of
+# each step) and .tar.gz (a result file a benchmark). The archive is written anew while steps run.
+# Where OUT is not set, all files are in benchmarks/results/, and there is no archive.
+# Exit status: 0 all well, 1 a step failed, was cut or found no time, 2 nothing could run.
 #
 # CARRY is the folder that benchmarks/carry.sh has filled (.carry in the repository), PYTHON the
 # interpreter. BENCH_COMMIT names the commit where the checkout came without its history.
@@ -25,8 +26,8 @@ fi
 PYTHON=${PYTHON:-python3}
 if [[ $PYTHON == */* && $PYTHON != /* ]]; then PYTHON=$PWD/$PYTHON; fi
 carry=${CARRY:-$repository/.carry}
-results=${OUT:-$repository/benchmarks/results}
-mkdir -p "$results" && results=$(cd "$results" && pwd) || exit 2
+back=${OUT:-$repository/benchmarks/results}
+mkdir -p "$back" && back=$(cd "$back" && pwd) || exit 2
 cd "$repository" || exit 2
 BENCH_COMMIT=${BENCH_COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}
 # Processes meet over gloo on this machine alone, which may have no other network.
@@ -69,5 +70,7 @@ if [ -d "$carry" ]; then
 fi
 export GPU_STAGES_CARRIED
 
+places=(--results "$back")
+if [ -n "${OUT:-}" ]; then places=(--results "$scratch/results" --back "$back"); fi
 cd "$view" || exit 2
-"$PYTHON" -m tests.gpu.day.stages --results "$results" "$@"
+"$PYTHON" -m tests.gpu.day.stages "${places[@]}" "$@"

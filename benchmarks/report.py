@@ -98,8 +98,8 @@ class Plot(NamedTuple):
         path.write_bytes(png)
 
 
-CPU_TABLE, GPU_TABLE = "*-cpu-moe-comm.json", "*-gpu-moe-comm.json"
-GROWTH_CPU, GROWTH_GPU = "*-cpu-growth.json", "*-gpu-growth.json"
+CPU_TABLE, GPU_TABLE = "*-cpu-moe-comm.json", "*-GPU-moe-comm.json"
+GROWTH_CPU, GROWTH_GPU = "*-cpu-growth.json", "*-GPU-growth.json"
 MODEL = "*-model.json"
 SCHEDULER = "*-cpu-scheduler.json"
 

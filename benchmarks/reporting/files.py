@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,8 +59,15 @@ def load(document: Path = Path("README.md")) -> list[Result]:
 
 
 def newest(results: Sequence[Result], pattern: str) -> Result | None:
-    """Return the last result by name that matches."""
-    return next((result for result in reversed(results) if result.path.match(pattern)), None)
+    """Return the last result by name that matches.
+
+    Args:
+        pattern: `*` stands for anything, and GPU for the model of any GPU, such as h100.
+    """
+    parts = {"*": ".*", "GPU": "(?!cpu-|rehearsal-)[a-z0-9]+"}
+    regex = "".join(parts.get(part, re.escape(part)) for part in re.split(r"(\*|GPU)", pattern))
+    matching = (each for each in reversed(results) if re.fullmatch(regex, each.path.name))
+    return next(matching, None)
 
 
 def lacks(result: Result) -> str:

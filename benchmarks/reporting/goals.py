@@ -1,12 +1,14 @@
 """Compare the goals of the issues with the result files: met, not met, not measured.
 
 A goal's verdict is computed from the newest file that measured its configuration. The median
-decides; quartiles stand beside it. A goal that names a GPU is judged on that GPU only.
+decides; quartiles stand beside it. A goal that names GPUs is judged on those only, and its remark
+says on which.
 """
 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,7 +71,7 @@ def table(results: Sequence[Result]) -> str:
     return tables.table(columns, [goal.row(results) for goal in GOALS])
 
 
-#: DeepSeek-V3's layer in bf16, as bench_moe_comm.py measures it on CPU ranks and on one H200.
+#: DeepSeek-V3's layer in bf16, as bench_moe_comm.py measures it on CPU ranks and on one GPU.
 _LAYER: Row = {"hidden_size": 7168, "top_k": 8, "num_experts": 256, "pdl": False}
 _LAYER |= {"recipe": "bf16", "combine": "bf16", "dtype": "bfloat16"}
 _CPU = _LAYER | {"device": "cpu", "ep_size": 4, "emulate_ranks": False, "cuda_graph": False}
@@ -92,7 +94,7 @@ def of_layer(
     def measured(results: Sequence[Result]) -> Found | None:
         for result in reversed(results):
             found = [
-                Found(value, result, low, high, _which(row))
+                Found(value, result, low, high, _which(row, gpu_of(result)))
                 for row in _rows(result, asked, batches, backend)
                 for value, low, high in _values(row, what, phases)
             ]
@@ -109,7 +111,7 @@ def _rows(result: Result, asked: Row, batches: range, backend: str) -> Iterator[
         and all(result.options.get(name) == value for name, value in asked.items())
         and result.options.get("router") in ROUTERS
         and not result.options.get("bind")  # ranks run where Linux puts them
-        and (asked["device"] == "cpu" or "H200" in str(result.machine.get("gpu")))
+        and (asked["device"] == "cpu" or gpu_of(result))
     )
     for row in result.data["rows"] if is_asked else []:
         if row["backend"] == backend and row["tokens"] in batches:
@@ -129,9 +131,15 @@ def _values(
             yield (1 / found[0], 1 / found[2], 1 / found[1]) if what == "part" else found
 
 
-def _which(row: Row) -> str:
-    """Name the row's batch; of emulated ranks, how they were launched."""
-    return f"{row['tokens']} tokens" + (f", {row['launch']}" if "launch" in row else "")
+def gpu_of(result: Result) -> str:
+    """Return which of the GPUs that the goals name a result is of, or nothing."""
+    found = re.search(r"\bH[12]00\b", str(result.machine.get("gpu")))
+    return found[0] if found else ""
+
+
+def _which(row: Row, gpu: str) -> str:
+    """Name the row's batch; of emulated ranks, how they were launched, and the GPU."""
+    return ", ".join(filter(None, (f"{row['tokens']} tokens", row.get("launch"), gpu)))
 
 
 def one_token(asked: Row) -> Callable[[Sequence[Result]], Found | None]:
@@ -237,7 +245,7 @@ _FP8 = over_bf16("dispatch", "fp8_block", "fp8_token", "fp8_tensor", "mxfp8")
 _SERVER = "CPU, demo server, 2 ranks: decode tokens/s against"
 _SEAMS = "gloo AG/RS through the same seams"
 _ONE_RANK = "a server of one rank on the same two cores"
-_EMULATED = "one H200, 8 ranks emulated, L2 flushed"
+_EMULATED = "one H100 or H200, 8 ranks emulated, L2 flushed"
 _ALIKE = f"{_EMULATED}, each rank on a branch of one graph"
 _PART = "part of FlashInfer moe_a2a's time"
 _GROWTH = "curves of time against tokens, ranks, top_k and payload"

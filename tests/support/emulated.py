@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from moe_nvlink_plugin import HeadConfig, driver, rank_mask, reference
+from moe_nvlink_plugin import HeadConfig, driver, env, rank_mask, reference
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.exchange import arguments, checks
@@ -153,13 +153,17 @@ def load_or_compile(text: str, architecture: str) -> bytes:
     """Machine code of one text, through the product's cache on disk.
 
     So benchmarks/carry.sh can compile it ahead of a GPU's minutes. With sleeps and whole rounds in
-    them the kernels may spill registers, which is no mistake here.
+    them the kernels may spill registers, which is no mistake here. With MOE_NVLINK_LINEINFO=1 as
+    nvrtc.load_or_compile.
     """
 
-    def build(target: Path) -> None:
-        target.write_bytes(nvrtc.compile_cubin(text, architecture, strict=False))
+    options = (*nvrtc.OPTIONS, *(nvrtc.LINEINFO if env.lineinfo() else ()))
+    key = "\0".join(("emulated", architecture, *options, text))
 
-    key = "\0".join(("emulated", architecture, *nvrtc.OPTIONS, text))
+    def build(target: Path) -> None:
+        source = cache.write_beside(key, ".cu", text) if env.lineinfo() else None
+        target.write_bytes(nvrtc.compile_cubin(text, architecture, strict=False, source=source))
+
     return cache.load_or_build(key, ".cubin", build, lambda entry: entry.content)
 
 

@@ -331,14 +331,28 @@ def test_one_token_of_four_ranks_is_compared_with_two(here: Path) -> None:
 
 def test_goals_of_a_gpu_are_of_that_gpu(here: Path) -> None:
     result = comm(5.0, 10.0, tokens=64, peer="flashinfer", **EMULATED)
-    result["machine"]["gpu"] = "NVIDIA H100"
-    write(here, "2031-01-02-gpu-moe-comm.json", result)
+    result["machine"]["gpu"] = "NVIDIA A100-SXM4-80GB"
+    write(here, "2031-01-02-a100-moe-comm.json", result)
     assert verdicts()[DISPATCH][0] == "not measured"
-    result["machine"]["gpu"] = "NVIDIA H200"
-    write(here, "2031-01-02-gpu-moe-comm.json", result)
-    assert verdicts()[DISPATCH] == ("met", "0.50x (0.50x..0.50x); 64 tokens")
+    for name, full in (("H100", "NVIDIA H100 80GB HBM3"), ("H200", "NVIDIA H200")):
+        result["machine"]["gpu"] = full
+        write(here, f"2031-01-02-{name.lower()}-moe-comm.json", result)
+        assert verdicts()[DISPATCH] == ("met", f"0.50x (0.50x..0.50x); 64 tokens, {name}")
     assert verdicts()[DISPATCH + 1][0] == "**not met**"  # combine: 0.4 is asked
     assert verdicts()[DISPATCH + 2][0] == "not measured"
+
+
+def test_a_table_of_any_gpu(here: Path) -> None:
+    table = report.TABLES["gpu-all"]
+    for kind in ("cpu", "rehearsal"):
+        write(here, f"2031-01-03-{kind}-moe-comm.json", comm(5.0, 10.0))
+    assert "Not measured yet" in table.text("gpu-all", Path("README.md"))
+    result = comm(5.0, 10.0)
+    result["machine"]["gpu"] = "NVIDIA H100 80GB HBM3"
+    write(here, "2031-01-02-h100-moe-comm.json", result)
+    text = table.text("gpu-all", Path("README.md"))
+    assert "2031-01-02-h100-moe-comm.json" in text
+    assert "NVIDIA H100 80GB HBM3" in text
 
 
 EMULATED: dict[str, Any] = {
@@ -358,9 +372,9 @@ def emulated_on_gpu(ours_launch: str, theirs_launch: str) -> dict[str, Any]:
 
 
 def test_a_goal_is_judged_where_both_were_launched_alike(here: Path) -> None:
-    name = "2031-01-02-gpu-moe-comm.json"
+    name = "2031-01-02-h200-moe-comm.json"
     write(here, name, emulated_on_gpu("branches", "branches"))
-    assert verdicts()[DISPATCH] == ("met", "0.50x (0.50x..0.50x); 64 tokens, branches")
+    assert verdicts()[DISPATCH] == ("met", "0.50x (0.50x..0.50x); 64 tokens, branches, H200")
     write(here, name, emulated_on_gpu("one launch", "branches"))
     assert verdicts()[DISPATCH] == ("not measured", "")
     (result,) = load()

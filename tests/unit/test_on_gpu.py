@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -9,8 +10,9 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from benchmarks import common
 from benchmarks.moe_comm import flashinfer_api, options
 from moe_nvlink_plugin.tools import shipped
+from tests.gpu.day import stages
 from tests.gpu.day.steps import AGAIN_S, STAGES, START_S, STEPS, Stage, Step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,9 +54,14 @@ def outcomes(folder: Path, stage: str, kind: str = "rehearsal") -> dict[str, str
     return {step["step"]: step["outcome"] for step in json.loads(summary.read_text())["steps"]}
 
 
-def result(folder: Path, name: str) -> Any:
-    (file,) = folder.glob(f"*-rehearsal-{name}.json")
-    return json.loads(file.read_text())
+def result(folder: Path, name: str, kind: str = "rehearsal") -> Any:
+    """What a benchmark has written, out of the stage's archive."""
+    (path,) = folder.glob(f"*-{kind}-*.tar.gz")
+    with tarfile.open(path) as archive:
+        (member,) = [each for each in archive.getnames() if each.endswith(f"-{kind}-{name}.json")]
+        file = archive.extractfile(member)
+        assert file is not None
+        return json.loads(file.read())
 
 
 # The stages, small, from the first command to the last.
@@ -80,7 +88,8 @@ def test_numbers_rehearsed(tmp_path: Path) -> None:
     status, said = run(tmp_path, "--rehearse", "numbers")
     assert status == 0, said
     assert outcomes(tmp_path, "numbers") == dict.fromkeys(outcomes_of("numbers"), "passed")
-    assert len(list(tmp_path.iterdir())) <= 8, "as many files come back from a lent machine"
+    endings = sorted(path.name.partition("-rehearsal-")[2] for path in tmp_path.iterdir())
+    assert endings == ["numbers.json", "numbers.tar.gz", "numbers.txt"], "a machine gives back 8"
     emulated = result(tmp_path, "moe-comm")
     assert emulated["options"]["router"] == "perfect"
     for row in emulated["rows"]:
@@ -147,7 +156,7 @@ def test_limits_add_up() -> None:
         longest = sum(max(step.limit_s for step in group) for group in stage.steps)
         assert START_S + longest <= stage.limit_s, stage.name
     limits = {name: stage.limit_s for name, stage in STAGES.items()}
-    assert limits == {"smoke": 240, "numbers": 420, "breadth": 420}
+    assert limits == {"smoke": 240, "numbers": 480, "breadth": 420}
     assert sum(limits.values()) + AGAIN_S <= 30 * 60
     of_all = [step for stage in STAGES.values() for group in stage.steps for step in group]
     assert {step.name: step for step in of_all} == STEPS
@@ -200,19 +209,22 @@ TRIED = """
 import sys
 from tests.gpu.day import stages
 from tests.gpu.day.steps import STAGES, Stage, Step
-stages.look = lambda: {{"missing": [], "gpu": "a GPU"}}
+stages.look = lambda: {{"missing": [], "gpu": "NVIDIA H100 80GB HBM3"}}
 stages.time.strftime = lambda *_given: "2026-01-01"
 STAGES["tried"] = {stage!r}
-sys.argv[1:] = ["tried", "--results", {folder!r}]
+sys.argv[1:] = ["tried", "--results", {folder!r}, *{more!r}]
 stages.main()
 """
 
 Conduct = Callable[..., tuple[int, dict[str, Any], str]]
 
 
-def start(folder: Path, *groups: tuple[Step, ...], limit_s: float = 100) -> subprocess.Popen[str]:
+def start(
+    folder: Path, *groups: tuple[Step, ...], limit_s: float = 100, more: Sequence[str] = ()
+) -> subprocess.Popen[str]:
     """A process of its own: nothing that other tests leave behind reaches it."""
-    program = TRIED.format(stage=Stage("tried", limit_s, groups), folder=str(folder))
+    stage = Stage("tried", limit_s, groups)
+    program = TRIED.format(stage=stage, folder=str(folder), more=[*more])
     return subprocess.Popen(
         [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -225,7 +237,7 @@ def conduct(tmp_path: Path) -> Conduct:
     def conducted(*groups: tuple[Step, ...], limit_s: float = 100) -> tuple[int, Any, str]:
         process = start(tmp_path, *groups, limit_s=limit_s)
         said, _none = process.communicate(timeout=500)
-        (summary,) = tmp_path.glob("*-gpu-tried.json")
+        (summary,) = tmp_path.glob("*-h100-tried.json")
         steps = {step.pop("step"): step for step in json.loads(summary.read_text())["steps"]}
         return process.returncode, steps, said
 
@@ -326,16 +338,69 @@ time.sleep(300)
 def test_a_cut_benchmark_keeps_its_batches(conduct: Conduct, tmp_path: Path) -> None:
     status, steps, said = conduct((script("bench", BATCHES, 10, "{results}-bench.json"),))
     assert (status, steps["bench"]["outcome"]) == (1, "cut")
-    (file,) = tmp_path.glob("*-gpu-bench.json")
+    (file,) = tmp_path.glob("*-h100-bench.json")
     assert steps["bench"]["detail"] == f"at 10 s, 2 rows in {file.name}"
     left = json.loads(file.read_text())
     assert [row["tokens"] for row in left["rows"]] == [1, 4]
     assert gone(said)
 
 
+def test_what_was_measured_outlives_a_kill(tmp_path: Path) -> None:
+    """The machine may end all processes at once; by then the archive holds the batches."""
+    scratch, back = tmp_path / "scratch", tmp_path / "back"
+    bench = script("bench", BATCHES, 500, "{results}-bench.json")
+    process = start(scratch, (bench,), limit_s=600, more=["--back", str(back)])
+    archive = back / "2026-01-01-h100-tried.tar.gz"
+    give_up = time.monotonic() + 300
+    rows: list[Any] = []
+    while len(rows) < 2 and time.monotonic() < give_up:
+        time.sleep(0.1)
+        if archive.exists():
+            with contextlib.suppress(ValueError):  # an archive of nothing yet
+                rows = result(back, "bench", "h100")["rows"]
+    process.kill()
+    said, _none = process.communicate(timeout=60)
+    for pid in re.findall(r"deaf (\d+)", said):
+        os.kill(int(pid), signal.SIGKILL)
+    assert len(rows) == 2
+    assert result(back, "bench", "h100")["rows"] == rows
+    assert "\n== bench\n" in archive.with_name("2026-01-01-h100-tried.txt").read_text()
+    assert len(list(back.iterdir())) <= 8, "as many files come back from a lent machine"
+
+
+def test_an_archive_that_would_be_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine does not give it back at all, so the largest files stay away."""
+    monkeypatch.setattr(stages, "ARCHIVE_BYTES", 100)
+    (tmp_path / "results").mkdir()
+    for name, size in (("large.ncu-rep", 90), ("a-gpu-bench.json", 20), ("b.json.unfinished", 1)):
+        (tmp_path / "results" / name).write_text("1" * size)
+    with stages.Archive(tmp_path / "results", tmp_path / "x-gpu-y.tar.gz") as archive:
+        pass
+    assert archive.left_out == ["large.ncu-rep"]
+    assert result(tmp_path, "bench", "gpu") == int("1" * 20)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("a GPU", "agpu"),
+        (None, "gpu"),
+    ],
+)
+def test_what_a_gpu_is_called_in_file_names(gpu: str | None, expected: str) -> None:
+    assert stages.slug(gpu) == expected
+
+
 def test_a_benchmark_without_a_result_has_failed(conduct: Conduct, tmp_path: Path) -> None:
     """It printed "not measured", say; and what lay there before is not its own."""
-    old = tmp_path / "2026-01-01-gpu-bench.json"
+    old = tmp_path / "2026-01-01-h100-bench.json"
     old.write_text('{"rows": [1]}')
     os.utime(old, (1e9, 1e9))
     status, steps, _said = conduct((script("bench", "", 60, "{results}-bench.json"),))
@@ -395,7 +460,7 @@ def test_ended_from_outside(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     rest, _none = process.communicate(timeout=60)
     assert process.returncode == 1, rest
-    assert outcomes(tmp_path, "tried", "gpu") == {"stuck": "cut", "next": "not run"}
+    assert outcomes(tmp_path, "tried", "h100") == {"stuck": "cut", "next": "not run"}
     assert gone(said)
 
 

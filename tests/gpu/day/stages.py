@@ -1,24 +1,30 @@
 """Run a stage of steps.py: each step within its limit, whatever becomes of the others.
 
     python -m tests.gpu.day.stages [--rehearse] smoke --results DIR     # on_gpu.sh calls this
+    ... --results SCRATCH --back DIR    # report and summary into DIR; the results as one archive
 
 A step is a program of its own, which coreutils' `timeout` starts and cuts. After each step the
 runner ends all processes that the step has started. Three kinds of files are then complete: all
-that was said, a summary, and the result files that the benchmarks write batch by batch. This module
-imports Python's own library alone, so that it can name the packages that a machine lacks.
+that was said, a summary, and the result files that the benchmarks write batch by batch. With
+`--back` one archive takes the latter. It is written anew while steps run: if this program is
+killed, it holds what there was seconds before. This module imports Python's own library alone, so
+that it can name the packages that a machine lacks.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import time
@@ -39,6 +45,10 @@ REHEARSAL_FACTOR = 4.0
 CANNOT_RUN = 77
 #: The exit status of coreutils' `timeout`.
 TIMED_OUT = 124
+#: How often the archive is written anew, if anything has changed.
+ARCHIVE_S = 5.0
+#: What an archive holds at most, before compression: a lent machine gives back files of 16 MiB.
+ARCHIVE_BYTES = 15 << 20
 #: Why steps were left out.
 TIME_WAS_OVER, ENDED = "the stage's time was over", "ended from outside"
 
@@ -67,16 +77,28 @@ class Outcome:
 
 
 class Run:
-    """One stage on this machine; `date` is in front of the name of every file in `results`."""
+    """One stage on this machine. Each file's name begins with `date` and the GPU.
 
-    def __init__(self, stage: Stage, results: Path, date: str, *, rehearse: bool) -> None:
+    Args:
+        results: where the benchmarks write.
+        back: where report, summary and an archive of `results` go; None: no archive is made, and
+            they go to `results`.
+    """
+
+    def __init__(
+        self, stage: Stage, results: Path, date: str, *, rehearse: bool, back: Path | None = None
+    ) -> None:
         self.stage, self.rehearse = stage, rehearse
         self._factor = REHEARSAL_FACTOR if rehearse else 1.0
         self._limit_s = stage.limit_s * self._factor
         self._started = time.monotonic()
-        results.mkdir(parents=True, exist_ok=True)
-        self._prefix = f"{results / date}-{'rehearsal' if rehearse else 'gpu'}"
-        self._summary = Path(f"{self._prefix}-{stage.name}.json")
+        for folder in (results, back or results):
+            folder.mkdir(parents=True, exist_ok=True)
+        found = look()
+        begin = f"{date}-{'rehearsal' if rehearse else slug(found['gpu'])}"
+        self._prefix = str(results / begin)
+        self._summary = (back or results) / f"{begin}-{stage.name}.json"
+        self._archive = Archive(results, self._summary.with_suffix(".tar.gz")) if back else None
         self._report = self._summary.with_suffix(".txt").open("w", buffering=1)
         self._scratch = Path(tempfile.mkdtemp(prefix="junit-"))
         self._environment = dict(os.environ)
@@ -89,10 +111,18 @@ class Run:
             "commit": os.environ.get("BENCH_COMMIT", "unknown"),
             "rehearsal": rehearse,
             "limit_s": self._limit_s,
-        }
+        } | found
 
     def run(self) -> int:
         """Return 0 if all is well, 1 if a step failed, was cut or had no time, 2 if none ran."""
+        with self._archive or contextlib.nullcontext():
+            status = self._run_all()
+        if self._archive and (lost := self._archive.left_out):
+            limit = f"{ARCHIVE_BYTES >> 20} MiB in all"
+            self._say(f"too large to come back ({limit}; make them smaller): {', '.join(lost)}")
+        return status
+
+    def _run_all(self) -> int:
         cubins = _cubins()
         if reason := self._introduce():
             self._say(f"\nnothing could run: {reason}")
@@ -122,7 +152,6 @@ class Run:
 
     def _introduce(self) -> str:
         """Say where this is. Return why nothing can run here, or nothing."""
-        self.facts |= look()
         for name in ("stage", "date", "commit", "python", "torch", "gpu"):
             self._say(f"{name:8} {self.facts.get(name)}")
         self._say(f"carried  {os.environ.get('GPU_STAGES_CARRIED', 'nothing')}")
@@ -256,6 +285,68 @@ class Run:
         unfinished.replace(self._summary)
 
 
+class Archive:
+    """One file of all files of a folder, which a thread writes anew when any has changed.
+
+    As a context it ends with the archive of what is there then.
+    """
+
+    def __init__(self, folder: Path, path: Path) -> None:
+        self._folder, self._path = folder, path
+        self._packed: list[tuple[Path, int, int]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._keep, daemon=True)
+        #: Names of files that are too large.
+        self.left_out: list[str] = []
+
+    def __enter__(self) -> Archive:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._pack()
+
+    def _keep(self) -> None:
+        while not self._over.wait(ARCHIVE_S):
+            # Of a full disk, say. The last attempt is not in this thread, and says what is wrong.
+            with contextlib.suppress(OSError):
+                self._pack()
+
+    def _pack(self) -> None:
+        """Leave an old archive or a new one, whenever this process is killed. Small files first."""
+        found = []
+        for path in self._folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # a benchmark has just renamed it
+                status = path.stat()
+                if path.is_file() and path.suffix != ".unfinished":
+                    found.append((path, status.st_size, status.st_mtime_ns))
+        found.sort(key=lambda each: (each[1], each[0]))
+        if found == self._packed:
+            return
+        left_out, total = [], 0
+        unfinished = self._path.with_name(f"{self._path.name}.unfinished")
+        with tarfile.open(unfinished, "w:gz", compresslevel=6) as archive:
+            for path, size, _time in found:
+                if total + size > ARCHIVE_BYTES:
+                    left_out.append(path.name)
+                    continue
+                total += size
+                # Read at once: a file that is being written may have grown.
+                with path.open("rb") as file:
+                    member = archive.gettarinfo(arcname=path.name, fileobj=file)
+                    archive.addfile(member, file)
+        unfinished.replace(self._path)
+        self._packed, self.left_out = found, left_out
+
+
+def slug(gpu: str | None) -> str:
+    """Return the model in a GPU's name, such as "h100"; of letters and digits alone."""
+    words = re.findall(r"[a-z0-9]+", (gpu or "gpu").lower())
+    return next((word for word in words if re.search(r"\d", word)), "".join(words))
+
+
 def _kill_group(process: subprocess.Popen[str]) -> None:
     """End all processes of a step. Before `timeout` has made its group it is alone."""
     try:
@@ -329,6 +420,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"of again: {', '.join(STEPS)}")
     parser.add_argument("--rehearse", action="store_true", help="small, without a GPU")
     parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--back", type=Path, help="takes an archive of the results")
     given = parser.parse_args()
     try:
         if given.names and given.stage != "again":
@@ -337,7 +429,7 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     date = time.strftime("%Y-%m-%d", time.gmtime())
-    run = Run(stage, given.results, date, rehearse=given.rehearse)
+    run = Run(stage, given.results, date, rehearse=given.rehearse, back=given.back)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_given: run.stop())
     raise SystemExit(run.run())

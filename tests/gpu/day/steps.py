@@ -115,12 +115,18 @@ _TWO_BULK = dataclasses.replace(
     variables=_BULK.variables,
 )
 
+#: What the kernels wait for, and in which lines.
+_NCU = _step(
+    "ncu", 60, "-m tests.gpu.profiled --limit 55 --output_file {results}-ncu.json", "--rehearse"
+)
+
 NUMBERS = Stage(
     "numbers",
-    480,
+    555,
     (
         # Beside FlashInfer if it is there. The goals are at 64 tokens or fewer, and at 2048.
         (_emulated("moe-comm", 175, "--batches 1 4 16 32 64 128 256 512 1024 2048"),),
+        (_NCU,),
         (_emulated("pdl", 40, "--backend moe_nvlink --pdl --kernel_breakdown --batches 16 2048"),),
         (
             _step(
