@@ -140,8 +140,9 @@ NUMBERS = Stage(
 
 BREADTH = Stage(
     "breadth",
-    420,
+    540,
     (
+        (_tests("users-form", 90, "tests/gpu/test_users_form.py"),),
         (
             _tests("cases", 210, "tests/gpu/test_cases.py tests/gpu/test_quantisers.py"),
             _tests("rounds", 210, "tests/gpu/test_rounds.py"),
@@ -152,6 +153,7 @@ BREADTH = Stage(
         (_watched("synccheck"),),
         (_watched("initcheck"),),
         (_tests("planted-bugs", 55, "tests/gpu/test_sanitizers.py -k the_tool_looks"),),
+        (_tests("litmus", 30, "tests/gpu/test_litmus.py -s"),),
     ),
 )
 
