@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import random
 import re
 from collections.abc import Callable
@@ -19,10 +18,8 @@ import torch
 
 from moe_nvlink_plugin import HeadConfig, reference
 from moe_nvlink_plugin.config import MAX_SMALL_TOKENS
-from moe_nvlink_plugin.exchange import scales_layout
 from moe_nvlink_plugin.jit.header import combine_formats, constants, elements, quantisers
-from tests.kernels.test_received import filled_places, laid_out
-from tests.support import cases, compare, emulated
+from tests.support import cases, compare, emulated, users_form
 from tests.support.cases import ADDS, CASES, RECIPE_CASES, Case, Inputs
 from tests.support.emulated import EmulatedRanks
 from tests.support.head_ranks import Round, check, make_calls
@@ -146,28 +143,9 @@ def test_ranks_that_are_left_out(small: bool) -> None:
 
 @pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
 def test_counts_per_expert(small: bool) -> None:
-    """Of rounds in which a rank is left out. Staging and counters are clean at the end; before, the
-    host's look at them would race with the peers' next round.
-    """
+    """Of rounds in which a rank is left out."""
     case = dataclasses.replace(SMALL, small=small, left_out=(1,), num_expert_counts=10)
-    options: dict[str, Any] = {"ctas": 3, "threads": 64, "pdl": True, "races": True}
-    backend = PtxBackend(3, case.config(0), **options)
-    inputs = [cases.make_inputs(case, seed=seed) for seed in range(2)]
-    with contextlib.closing(backend):
-        ranks = EmulatedRanks.of_case(case, backend)
-        for of_round in inputs:
-            ranks.run_round(of_round)
-            everyones = [mine.topk_ids for mine in of_round]
-            for rank in range(case.ep_size):
-                active = case.active_ranks(rank)
-                wanted = reference.expert_counts(case.config(0), everyones, None, active)
-                found = ranks._bytes(rank, "expert_counts", wanted.nbytes, 0).view(torch.int32)
-                compare.assert_same_bits(found.view(wanted.shape), wanted, f"rank {rank}")
-        for rank, name in itertools.product(
-            range(case.ep_size), ("expert_counts_staging", "expert_counters")
-        ):
-            region = ranks.regions[0][name]
-            assert not ranks._bytes(rank, name, region.size_bytes, 0).any(), name
+    users_form.check_counts("ptx", case, ctas=3, threads=64, pdl=True, races=True)
 
 
 def test_small_rounds_of_other_counts() -> None:
@@ -188,25 +166,8 @@ def test_ids_and_weights_as_experts_read_them(received_ids: str | int) -> None:
 def test_scales_as_experts_read_them(recipe: str, layout: str, architecture: str) -> None:
     """The region that dispatch lays out holds the linear scales that travelled, bit for bit."""
     case = dataclasses.replace(cases.with_formats(SMALL, recipe), scales_layout=layout)
-    options: dict[str, Any] = {"ctas": 2, "threads": 64, "pdl": True}
-    backend = PtxBackend(3, case.config(0), architecture=architecture, **options)
-    with contextlib.closing(backend):
-        ranks = EmulatedRanks.of_case(case, backend)
-        row = ranks.rows["recv_scales"]
-        for rank, mine in enumerate(ranks.dispatch(cases.make_inputs(case))):
-            config = ranks.configs[rank]
-            num_slots = config.ep_size * case.capacity
-            size = scales_layout.laid_out_bytes(config, row, num_slots)
-            raw = ranks._bytes(rank, scales_layout.LAID_OUT, size, 0)
-            typed = raw.view(scales_layout.dtype_of(config, row))
-            found = typed.as_strided(*scales_layout.strides(config, row, num_slots))
-            assert mine.scales is not None
-            slot = torch.arange(len(mine.scales))
-            filled = slot % case.capacity < mine.recv_counts[slot // case.capacity]
-            assert bool(filled.any())
-            here = filled_places(layout, filled, row.elements)
-            expected = laid_out(layout, mine.scales)
-            compare.assert_same_bits(found[here], expected[here], f"{layout}, rank {rank}")
+    options: dict[str, Any] = {"architecture": architecture, "ctas": 2, "threads": 64, "pdl": True}
+    users_form.check_laid_out_scales("ptx", case, **options)
 
 
 @pytest.mark.parametrize("pdl", [False, True])
