@@ -14,6 +14,7 @@ import ctypes
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -229,8 +230,7 @@ class Loop:
 def codes(results: torch.Tensor) -> Counter[int]:
     """Outcomes of `[registers, ...]`, two decimal digits each, and how often they were seen."""
     flat = results.flatten(1).long()
-    number = sum(flat[n] * BASE**n for n in range(len(flat)))
-    assert isinstance(number, torch.Tensor)
+    number: Any = sum(flat[n] * BASE**n for n in range(len(flat)))
     values, counts = number.unique(return_counts=True)
     return Counter(dict(zip(values.tolist(), counts.tolist(), strict=True)))
 
