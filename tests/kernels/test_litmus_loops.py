@@ -97,6 +97,12 @@ def test_a_forbidden_outcome_is_noticed() -> None:
         litmus_loops.judge(intact, outcomes)
 
 
+def test_a_launch_that_does_nothing_is_noticed() -> None:
+    memory = Memory(on_gpu.LOOPS[0], 1, 2, torch.device("cpu"), together=False)
+    with pytest.raises(AssertionError, match="128 registers of runs have not been written"):
+        memory.outcomes()
+
+
 def test_who_waits_in_vain_says_so(library: build.Library) -> None:
     """A group whose other CTA does not come: the launch ends."""
     loop = on_gpu.LOOPS[0]

@@ -24,6 +24,8 @@ from tests.litmus.ptx_model import Place
 LANES = 32
 #: What a register holds that a run has not come to, behind a branch that it did not take.
 UNREAD = 99
+#: What a register holds that no kernel has written: all must be.
+UNWRITTEN = -1
 #: Values that a register may hold, so that an outcome is one number.
 BASE = 100
 
@@ -237,7 +239,7 @@ def codes(results: torch.Tensor) -> Counter[int]:
 
 @dataclasses.dataclass
 class Memory:
-    """What one launch works on, cleared.
+    """What one launch works on.
 
     Args:
         loop: whose.
@@ -265,7 +267,8 @@ class Memory:
             return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
         self.memory = zeros(len(self.loop.units) * self._unit_stride)
-        self.results = zeros(len(self.loop.registers), self.turns, instances)
+        shape = (len(self.loop.registers), self.turns, instances)
+        self.results = torch.full(shape, UNWRITTEN, dtype=torch.int32, device=self.device)
         self.meetings, self.failed = zeros(self.groups), zeros(1)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -284,6 +287,8 @@ class Memory:
     def outcomes(self) -> Counter[int]:
         """What the runs have seen."""
         assert not self.failed.item(), f"{self.loop.name}: a CTA has waited in vain for another"
+        missing = int((self.results == UNWRITTEN).sum())
+        assert not missing, f"{self.loop.name}: {missing} registers of runs have not been written"
         return codes(self.results)
 
 
