@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -72,6 +73,25 @@ def test_a_rank_that_is_killed(small: bool, tmp_path: Path) -> None:
     lives[1].outputs[-1][0, 0] += 1
     with pytest.raises(AssertionError, match="rank 1, replay 5"):
         users_form.check_process_dies(lives, small=small)
+
+
+@each_kind
+def test_machine_code_has_the_counts(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in's kernels take every choice from the arguments; those of a GPU do not."""
+    asked: list[Any] = []
+
+    def compile_nothing(*_given: Any, **options: Any) -> bytes:
+        asked.append(options["expert_counts"])
+        raise InterruptedError
+
+    gpu = SimpleNamespace(architecture="sm_90a", num_sms=132)
+    monkeypatch.setattr(emulated, "cubin", compile_nothing)
+    monkeypatch.setattr(emulated.driver, "device", lambda _index: gpu)
+    for counts in (13, 0):
+        case = dataclasses.replace(MANY, small=small, num_expert_counts=counts)
+        with pytest.raises(InterruptedError):
+            users_form.check_counts("cuda", case, ctas=3)
+    assert asked == [1, 0]
 
 
 # Through the product's launches for GPUs, on the stand-in for the driver.

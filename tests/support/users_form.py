@@ -28,8 +28,7 @@ from tests.support import cases, compare, emulated, real_path
 from tests.support.cases import Case, Inputs, Seen
 from tests.support.emulated import EmulatedRanks, StaticRounds
 
-#: One rank through the product's own path, as vLLM's adapter asks; the machine code is that of
-#: real_path.ONE_RANK.
+#: One rank through the product's own path, as vLLM's adapter asks, and with counts.
 ONE_RANK = dataclasses.replace(
     real_path.ONE_RANK, name="users' form", received_ids="elsewhere", num_expert_counts=12
 )
@@ -329,7 +328,7 @@ ROUNDS_BEFORE_DEATH, ROUNDS_AFTER = 3, 3
 
 
 def of_processes(ep_size: int, *, small: bool) -> Case:
-    """real_path.of_processes in the users' form; the machine code is the same."""
+    """real_path.of_processes in the users' form."""
     case = real_path.of_processes(ep_size, small=small)
     counts = case.num_experts
     return dataclasses.replace(case, received_ids="elsewhere", num_expert_counts=counts)
