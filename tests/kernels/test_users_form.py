@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin import MoeAllToAll, driver
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from tests.gpu.test_users_form import MANY
@@ -86,7 +86,7 @@ def test_machine_code_has_the_counts(small: bool, monkeypatch: pytest.MonkeyPatc
 
     gpu = SimpleNamespace(architecture="sm_90a", num_sms=132)
     monkeypatch.setattr(emulated, "cubin", compile_nothing)
-    monkeypatch.setattr(emulated.driver, "device", lambda _index: gpu)
+    monkeypatch.setattr(driver, "device", lambda _index: gpu)
     for counts in (13, 0):
         case = dataclasses.replace(MANY, small=small, num_expert_counts=counts)
         with pytest.raises(InterruptedError):
