@@ -30,24 +30,39 @@ CELL = """
     gpu0.cta1.t32: bar.sync; atom.{count}.gpu.add before1, count, 1
     gpu1.cta0.t0: {load} seen=1, cell; ld.weak copy0, row0; ld.weak copy1, row1
 """
-#: One word of data, published by a cell, read after it.
+#: One word of data, published by a cell, read after it. No branch holds the second load back.
 MP = """
     gpu0.cta0.t0: st.weak data, 1; {store} flag, 1
-    gpu1.cta0.t0: {load} seen=1, flag; ld.weak copy, data
+    gpu1.cta0.t0: {load} seen, flag; ld.weak copy, data
 """
 
 #: name -> (program, outcome)
 PROGRAMS: dict[str, tuple[str, dict[str, int]]] = {
-    "mp_release_acquire": (MP.format(store="st.release.sys", load="ld.acquire.sys"), {"copy": 0}),
-    "mp_relaxed": (MP.format(store="st.relaxed.sys", load="ld.relaxed.sys"), {"copy": 0}),
-    "mp_relaxed_store": (MP.format(store="st.relaxed.sys", load="ld.acquire.sys"), {"copy": 0}),
-    "mp_relaxed_load": (MP.format(store="st.release.sys", load="ld.relaxed.sys"), {"copy": 0}),
-    "mp_narrow_store": (MP.format(store="st.release.cta", load="ld.acquire.sys"), {"copy": 0}),
+    "mp_release_acquire": (
+        MP.format(store="st.release.sys", load="ld.acquire.sys"),
+        {"seen": 1, "copy": 0},
+    ),
+    "mp_relaxed": (
+        MP.format(store="st.relaxed.sys", load="ld.relaxed.sys"),
+        {"seen": 1, "copy": 0},
+    ),
+    "mp_relaxed_store": (
+        MP.format(store="st.relaxed.sys", load="ld.acquire.sys"),
+        {"seen": 1, "copy": 0},
+    ),
+    "mp_relaxed_load": (
+        MP.format(store="st.release.sys", load="ld.relaxed.sys"),
+        {"seen": 1, "copy": 0},
+    ),
+    "mp_narrow_store": (
+        MP.format(store="st.release.cta", load="ld.acquire.sys"),
+        {"seen": 1, "copy": 0},
+    ),
     "mp_atom": (
         MP.format(store="st.release.sys", load="ld.relaxed.sys").replace(
-            "ld.relaxed.sys seen=1, flag", "atom.acquire.sys.add seen=1, flag, 1"
+            "ld.relaxed.sys seen, flag", "atom.acquire.sys.add seen, flag, 1"
         ),
-        {"copy": 0},
+        {"seen": 1, "copy": 0},
     ),
     "cell": (
         CELL.format(count="acq_rel", store="st.release.sys", load="ld.acquire.sys"),

@@ -80,7 +80,8 @@ def test_combine_right_after_the_wait(
 
 @each_kind
 def test_a_graph_without_its_combine_is_a_fault(small: bool) -> None:
-    users_form.check_replayed_dispatch("cuda", real_path.SMALL if small else real_path.ONE_RANK)
+    case = real_path.SMALL if small else real_path.ONE_RANK
+    users_form.check_replayed_dispatch("cuda", case, emulated.captured)
 
 
 # Many ranks in one launch.

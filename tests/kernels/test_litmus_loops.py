@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 
 import pytest
@@ -85,9 +86,21 @@ def test_a_forbidden_outcome_is_noticed() -> None:
     kernels = build.load(build.ptx_of(litmus_loops.source([swapped]), "sm_90a"))
     outcomes = run(swapped, kernels, range(20))
     assert swapped.count(outcomes) > 0
-    swapped.forbidden = True
-    with pytest.raises(AssertionError, match="the PTX model forbids this outcome: swapped"):
-        litmus_loops.judge(swapped, outcomes)
+    litmus_loops.judge(swapped, outcomes)
+    (intact,) = (loop for loop in on_gpu.LOOPS if loop.name == "mp_release_acquire")
+    with pytest.raises(AssertionError, match="the PTX model forbids this outcome: mp_release_ac"):
+        litmus_loops.judge(intact, outcomes)
+    intact = copy.copy(intact)
+    intact.outcome = {"seen": 0, "copy": 0}
+    intact.forbidden = False
+    with pytest.raises(AssertionError, match=r"forbids \[\{'seen': 1, 'copy': 0\}"):
+        litmus_loops.judge(intact, outcomes)
+
+
+def test_a_launch_that_does_nothing_is_noticed() -> None:
+    memory = Memory(on_gpu.LOOPS[0], 1, 2, torch.device("cpu"), together=False)
+    with pytest.raises(AssertionError, match="128 registers of runs have not been written"):
+        memory.outcomes()
 
 
 def test_who_waits_in_vain_says_so(library: build.Library) -> None:

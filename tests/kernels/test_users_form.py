@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin import MoeAllToAll, driver
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from tests.gpu.test_users_form import MANY
-from tests.support import cases, emulated, real_path, users_form
+from tests.support import cases, emulated, fake_cuda, real_path, users_form
 from tests.support import ranks as processes
+from tests.support.fake_cuda.transport import capturing
+from tests.unit.test_cuda_launch import in_driver
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -41,7 +47,8 @@ def test_combine_right_after_the_wait(small: bool, combines_beside: bool) -> Non
 
 @each_kind
 def test_a_graph_without_its_combine_is_a_fault(small: bool) -> None:
-    users_form.check_replayed_dispatch("cpu", real_path.SMALL if small else real_path.ONE_RANK)
+    case = real_path.SMALL if small else real_path.ONE_RANK
+    users_form.check_replayed_dispatch("cpu", case, None)
 
 
 @each_kind
@@ -66,6 +73,54 @@ def test_a_rank_that_is_killed(small: bool, tmp_path: Path) -> None:
     lives[1].outputs[-1][0, 0] += 1
     with pytest.raises(AssertionError, match="rank 1, replay 5"):
         users_form.check_process_dies(lives, small=small)
+
+
+@each_kind
+def test_machine_code_has_the_counts(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in's kernels take every choice from the arguments; those of a GPU do not."""
+    asked: list[Any] = []
+
+    def compile_nothing(*_given: Any, **options: Any) -> bytes:
+        asked.append(options["expert_counts"])
+        raise InterruptedError
+
+    gpu = SimpleNamespace(architecture="sm_90a", num_sms=132)
+    monkeypatch.setattr(emulated, "cubin", compile_nothing)
+    monkeypatch.setattr(driver, "device", lambda _index: gpu)
+    for counts in (13, 0):
+        case = dataclasses.replace(MANY, small=small, num_expert_counts=counts)
+        with pytest.raises(InterruptedError):
+            users_form.check_counts("cuda", case, ctas=3)
+    assert asked == [1, 0]
+
+
+# Through the product's launches for GPUs, on the stand-in for the driver.
+
+
+def _captured(body: Callable[[], None]) -> Callable[[], None]:
+    fake_cuda.control().forget_capture()
+    with capturing():
+        body()
+    return fake_cuda.control().replay
+
+
+def _by_driver() -> None:
+    create = functools.partial(real_path.create, transport="launched_by_driver")
+    with mock.patch.object(real_path, "create", create):
+        users_form.check_users_rounds("cpu", 10, users_form.SMALL, capture=False)
+        for case in (real_path.ONE_RANK, real_path.SMALL):
+            for beside in (False, True):
+                users_form.check_direct_rounds(
+                    "cpu", 10, case, combines_beside=beside, capture=False
+                )
+            users_form.check_replayed_dispatch("cpu", case, _captured)
+
+
+@pytest.mark.parametrize("pdl", ["0", "1"])
+def test_on_the_stand_in_driver(pdl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    monkeypatch.setenv("MOE_NVLINK_PDL", pdl)
+    in_driver(_by_driver, tmp_path, monkeypatch)
 
 
 # These checks can fail.

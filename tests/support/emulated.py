@@ -210,6 +210,7 @@ class CudaBackend:
             top_k, formats = config.top_k, {"combine": arguments.combine_code(config)}
             without = options.get("fused", False) or options.get("alone", False)
             formats["small"] = is_small(config) and not without
+            formats["expert_counts"] = 1 if config.num_expert_counts else 0
             if not post_quant:
                 recipe = find_recipe(config)
                 formats["quantiser"] = arguments.quantiser_code(recipe, config.hidden_size)

@@ -14,6 +14,7 @@ import ctypes
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -22,9 +23,11 @@ from tests.litmus.ptx_model import Place
 
 LANES = 32
 #: What a register holds that a run has not come to, behind a branch that it did not take.
-UNREAD = 9
+UNREAD = 99
+#: What a register holds that no kernel has written: all must be.
+UNWRITTEN = -1
 #: Values that a register may hold, so that an outcome is one number.
-BASE = 10
+BASE = 100
 
 _INSTRUCTIONS = {
     "load": 'asm volatile("ld.{order}.global.u32 %0, [%1];" : "=r"({target}) : '
@@ -133,6 +136,7 @@ class Loop:
 
     Attributes:
         forbidden: whether the memory model forbids the outcome.
+        allowed: all that registers may hold where the branches go as the text says.
     """
 
     def __init__(self, name: str, text: str, outcome: dict[str, int]) -> None:
@@ -140,6 +144,10 @@ class Loop:
         self.name, self.outcome = name, dict(outcome)
         self.forbidden = not program.allows(**outcome)
         self.registers = list(program.registers)
+        self.allowed = {tuple(value[0] for value in each) for each in program.outcomes()}
+        self._branches = {
+            step.register: step.expected[0] for step in program.steps if step.expected
+        }
         if unknown := outcome.keys() - set(self.registers):
             raise ValueError(
                 f"{name}: {sorted(unknown)} are no registers; what memory holds in the end is not "
@@ -199,30 +207,39 @@ class Loop:
         for register in mine:
             yield f"out[{self.registers.index(register)} * next] = {register};"
 
+    def values(self, code: int) -> dict[str, int]:
+        """What registers held in an outcome."""
+        return {name: code // BASE**n % BASE for n, name in enumerate(self.registers)}
+
     def count(self, outcomes: Counter[int]) -> int:
         """How many runs had the outcome that is asked for."""
         return sum(
             times
             for code, times in outcomes.items()
-            if all(
-                code // BASE ** self.registers.index(register) % BASE == value
-                for register, value in self.outcome.items()
-            )
+            if self.outcome.items() <= self.values(code).items()
         )
+
+    def impossible(self, outcomes: Counter[int]) -> list[dict[str, int]]:
+        """What was seen and the memory model forbids, whether it was asked for or not."""
+        seen = [self.values(code) for code in outcomes]
+        return [
+            each
+            for each in seen
+            if self._branches.items() <= each.items() and tuple(each.values()) not in self.allowed
+        ]
 
 
 def codes(results: torch.Tensor) -> Counter[int]:
-    """Outcomes of `[registers, ...]`, one decimal digit each, and how often they were seen."""
+    """Outcomes of `[registers, ...]`, two decimal digits each, and how often they were seen."""
     flat = results.flatten(1).long()
-    number = sum(flat[n] * BASE**n for n in range(len(flat)))
-    assert isinstance(number, torch.Tensor)
+    number: Any = sum(flat[n] * BASE**n for n in range(len(flat)))
     values, counts = number.unique(return_counts=True)
     return Counter(dict(zip(values.tolist(), counts.tolist(), strict=True)))
 
 
 @dataclasses.dataclass
 class Memory:
-    """What one launch works on, cleared.
+    """What one launch works on.
 
     Args:
         loop: whose.
@@ -250,7 +267,8 @@ class Memory:
             return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
         self.memory = zeros(len(self.loop.units) * self._unit_stride)
-        self.results = zeros(len(self.loop.registers), self.turns, instances)
+        shape = (len(self.loop.registers), self.turns, instances)
+        self.results = torch.full(shape, UNWRITTEN, dtype=torch.int32, device=self.device)
         self.meetings, self.failed = zeros(self.groups), zeros(1)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -269,6 +287,8 @@ class Memory:
     def outcomes(self) -> Counter[int]:
         """What the runs have seen."""
         assert not self.failed.item(), f"{self.loop.name}: a CTA has waited in vain for another"
+        missing = int((self.results == UNWRITTEN).sum())
+        assert not missing, f"{self.loop.name}: {missing} registers of runs have not been written"
         return codes(self.results)
 
 
@@ -278,12 +298,17 @@ def source(loops: Sequence[Loop]) -> str:
 
 
 def judge(loop: Loop, outcomes: Counter[int]) -> str:
-    """A line on what was seen; AssertionError where the memory model forbids it."""
+    """A line on what was seen; AssertionError where the memory model forbids any of it."""
     seen, runs = loop.count(outcomes), outcomes.total()
-    told = ", ".join(f"{code:0{len(loop.registers)}}: {n}" for code, n in sorted(outcomes.items()))
+    told = ", ".join(
+        f"{' '.join(map(str, loop.values(code).values()))}: {times}"
+        for code, times in sorted(outcomes.items())
+    )
     line = (
         f"{loop.name:32} {'forbidden' if loop.forbidden else 'allowed':9} {seen:>8} of {runs}"
-        f"   [{' '.join(reversed(loop.registers))}] {told}"
+        f"   [{' '.join(loop.registers)}] {told}"
     )
     assert not (loop.forbidden and seen), f"the PTX model forbids this outcome: {line}"
+    impossible = loop.impossible(outcomes)
+    assert not impossible, f"the PTX model forbids {impossible}: {line}"
     return line

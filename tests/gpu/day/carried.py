@@ -27,15 +27,18 @@ from benchmarks import bench_lm_head, bench_recipes, common
 from benchmarks.moe_comm import emulated as one_gpu
 from benchmarks.moe_comm import options
 from moe_nvlink_plugin import AllToAllConfig, HeadConfig
+from moe_nvlink_plugin.exchange import launches, survivors
 from moe_nvlink_plugin.exchange.arguments import quantiser_code
+from moe_nvlink_plugin.exchange.kernels import MEET
 from moe_nvlink_plugin.exchange.launches import LayerLaunches
 from moe_nvlink_plugin.exchange.sizes import payload_rows, small_tokens
+from moe_nvlink_plugin.launch.base import Budget
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.lm_head.launches import HeadLaunches
 from moe_nvlink_plugin.plugins import find_recipe
 from tests.gpu.day import stand_in
 from tests.gpu.day.steps import STEPS
-from tests.support import emulated, emulated_text, real_head, real_path, sanitized
+from tests.support import emulated, emulated_text, real_head, real_path, sanitized, users_form
 from tests.support import ranks as processes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -57,6 +60,9 @@ def layer(config: AllToAllConfig, *, pdl: bool = True, ranks_on_device: int = 1)
     executor.pdl = executor.pdl and pdl
     resolved = dataclasses.replace(config, small_tokens=most)
     LayerLaunches(executor, resolved, row_bytes, quantiser, ranks_on_device)
+    budget = Budget(1, None, config.ep_size, config.num_channels, ranks_on_device)
+    family = launches.variant(resolved, quantiser)
+    executor.launcher(family, budget).load(MEET, survivors.MEETING_THREADS)
 
 
 def head(config: HeadConfig) -> None:
@@ -82,7 +88,9 @@ def _run_processes(size: int, body: Callable[..., Any], *_args: Any, **_options:
     if body.__module__ == real_head.__name__:
         head(real_head.config(size, 0))
     else:
-        layer(real_path.of_processes(size, small=True).config(0), ranks_on_device=size)
+        of_users = body.__module__ == users_form.__name__
+        case = (users_form if of_users else real_path).of_processes(size, small=True)
+        layer(case.config(0), ranks_on_device=size)
     raise Compiled
 
 
