@@ -2,7 +2,7 @@
 # The stages of a first half hour on one GPU, each one command.
 #
 #   benchmarks/on_gpu.sh smoke          4 min: does it work at all, and first numbers
-#   benchmarks/on_gpu.sh numbers        7 min: the benchmarks
+#   benchmarks/on_gpu.sh numbers        8 min: constants of the clock, the benchmarks
 #   benchmarks/on_gpu.sh breadth        7 min: all GPU tests, the sanitizers
 #   benchmarks/on_gpu.sh again NAME...  steps of these by name: what was mended, once more
 #   --rehearse  before the stage: the same steps, small, on CPU ranks and the stand-in for the driver
