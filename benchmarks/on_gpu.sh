@@ -2,7 +2,7 @@
 # The stages of a first half hour on one GPU, each one command.
 #
 #   benchmarks/on_gpu.sh smoke          4 min: does it work at all, and first numbers
-#   benchmarks/on_gpu.sh numbers        9 min: the benchmarks, ncu
+#   benchmarks/on_gpu.sh numbers        9 min: constants of the clock, the benchmarks, ncu
 #   benchmarks/on_gpu.sh breadth        9 min: all GPU tests, the sanitizers, litmus programs
 #   benchmarks/on_gpu.sh again NAME...  steps of these by name: what was mended, once more
 #   --rehearse  before the stage: the same steps, small, on CPU ranks and the stand-in for the driver

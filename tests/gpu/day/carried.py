@@ -23,15 +23,16 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import bench_lm_head, bench_recipes, common
+from benchmarks import bench_lm_head, bench_recipes, common, gpu_constants
 from benchmarks.moe_comm import emulated as one_gpu
 from benchmarks.moe_comm import options
-from moe_nvlink_plugin import AllToAllConfig, HeadConfig
+from moe_nvlink_plugin import AllToAllConfig, HeadConfig, driver
 from moe_nvlink_plugin.exchange import launches, survivors
 from moe_nvlink_plugin.exchange.arguments import quantiser_code
 from moe_nvlink_plugin.exchange.kernels import MEET
 from moe_nvlink_plugin.exchange.launches import LayerLaunches
 from moe_nvlink_plugin.exchange.sizes import payload_rows, small_tokens
+from moe_nvlink_plugin.jit import nvrtc
 from moe_nvlink_plugin.launch.base import Budget
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.lm_head.launches import HeadLaunches
@@ -164,6 +165,9 @@ def of_benchmarks() -> None:
                 _of_recipes(bench_recipes.parse())
             elif program == "benchmarks/bench_lm_head.py":
                 _of_head(bench_lm_head.parse())
+            elif program == "benchmarks/gpu_constants.py":
+                text = gpu_constants.text(gpu_constants.Sizes())
+                nvrtc.load_or_compile(text, driver.device(0).architecture)
     for case in sanitized.CASES:
         asked(emulated.make_backend, "cuda", case, ctas=2)
     with mock.patch.object(emulated_text, "device_source", emulated_text.device_source):
