@@ -56,6 +56,28 @@ class Table(NamedTuple):
             ) from error
 
 
+class Pair(NamedTuple):
+    """A block that `render` makes of two files of one run: `kind` names the first one's."""
+
+    kind: str
+    pattern: str
+    render: Callable[[Result, Result], str]
+
+    def text(self, name: str, document: Path) -> str:
+        results = load(document)
+        second = newest(results, self.pattern)
+        if second is None:
+            return f"**Not measured yet**: no result file is called `{self.pattern}`."
+        wanted = second.path.name.replace(self.pattern.removeprefix("*-GPU"), f"-{self.kind}.json")
+        first = next((each for each in results if each.path.name == wanted), None)
+        if first is None:
+            raise ReportError(
+                f"block {name}: {second.path.name} has no {wanted} beside it; measure both in one "
+                "run (benchmarks/on_gpu.sh numbers)"
+            )
+        return self.render(first, second).strip("\n")
+
+
 class Plot(NamedTuple):
     """A PNG and the block that shows it. `figure`: its name among those of the result's kind."""
 
@@ -103,11 +125,14 @@ GROWTH_CPU, GROWTH_GPU = "*-cpu-growth.json", "*-GPU-growth.json"
 MODEL = "*-model.json"
 SCHEDULER = "*-cpu-scheduler.json"
 
-TABLES = {
+TABLES: dict[str, Table | Pair] = {
     "serve": Table("*-cpu-serve.json", tables.serve),
     "exchange-all": Table(CPU_TABLE, tables.moe_comm),
     "exchange-two": Table("*-cpu-ep2.json", tables.moe_comm),
+    "gpu-ratios": Table(GPU_TABLE, tables.ratios),
     "gpu-all": Table(GPU_TABLE, tables.moe_comm),
+    "gpu-small": Pair("moe-comm", "*-GPU-bulk.json", tables.small_beside_bulk),
+    "gpu-small-two": Pair("two-ranks", "*-GPU-two-ranks-bulk.json", tables.small_beside_bulk),
     "recipes-all": Table("*-cpu-recipes.json", tables.recipes),
     "growth-cpu": Table(GROWTH_CPU, tables.growth),
     "growth-gpu": Table(GROWTH_GPU, tables.growth),
@@ -115,6 +140,7 @@ TABLES = {
     "ptx-clock": Table("*-ptx-clock.json", tables.ptx_clock),
     "sync": Table("*-sync.json", tables.sync),
     "lm-head": Table("*-cpu-lm-head*.json", tables.lm_head),
+    "lm-head-gpu": Table("*-GPU-lm-head.json", tables.lm_head),
     "launch": Table("*-launch*.json", tables.launch),
     "scheduler": Table(SCHEDULER, tables.scheduler),
 }

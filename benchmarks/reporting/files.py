@@ -43,11 +43,14 @@ def link(document: Path, path: Path) -> str:
 def load(document: Path = Path("README.md")) -> list[Result]:
     """Read every result file, oldest first: each name begins with the date.
 
+    The files of a second set of one day have its number after the machine, as in
+    `2026-11-26-h200-2-moe-comm.json`. Folders hold what is no whole result, and nothing reads them.
+
     Raises:
         ReportError: a file is not a JSON object, or its run did not end.
     """
     found = []
-    for path in sorted(FOLDER.glob("*.json")):
+    for path in sorted(FOLDER.glob("*.json"), key=_age):
         try:
             data = dict(json.loads(path.read_text()))
         except (ValueError, TypeError) as error:
@@ -58,13 +61,21 @@ def load(document: Path = Path("README.md")) -> list[Result]:
     return found
 
 
+def _age(path: Path) -> tuple[str, int, str]:
+    """Return what sorts a file among others: its day, the number of its set, its name."""
+    found = re.match(r"\d{4}-\d\d-\d\d-[a-z0-9]+-(\d+)-", path.name)
+    return path.name[: len("2026-11-26")], int(found[1]) if found else 1, path.name
+
+
 def newest(results: Sequence[Result], pattern: str) -> Result | None:
     """Return the last result by name that matches.
 
     Args:
-        pattern: `*` stands for anything, and GPU for the model of any GPU, such as h100.
+        pattern: `*` stands for anything, and GPU for what follows the date in a file of any GPU:
+            its model, such as h100, and the number of the set if there is one.
     """
-    parts = {"*": ".*", "GPU": "(?!cpu-|rehearsal-)[a-z0-9]+"}
+    gpu = r"(?<=\d{4}-\d\d-\d\d-)(?!cpu-|rehearsal-)[a-z0-9]+(?:-\d+)?"
+    parts = {"*": ".*", "GPU": gpu}
     regex = "".join(parts.get(part, re.escape(part)) for part in re.split(r"(\*|GPU)", pattern))
     matching = (each for each in reversed(results) if re.fullmatch(regex, each.path.name))
     return next(matching, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -40,8 +41,10 @@ def shown(result: Result, method: str, *parts: str) -> str:
     machine = result.machine
     what = machine.get("gpu") or f"{machine.get('cpu')}, {machine.get('cores')} cores"
     source = f" ([result file]({result.link}))" if result.link else ""
+    # A lent machine writes to a folder of its own.
+    command = re.sub(r"(?<= )/\S*/results/", "benchmarks/results/", str(machine.get("command")))
     caption = (
-        f"{method}. `{machine.get('command')}`, {what}, {machine.get('date')}, commit "
+        f"{method}. `{command}`, {what}, {machine.get('date')}, commit "
         f"{machine.get('commit')}{source}:"
     )
     return "\n\n".join([caption, *filter(None, parts)])
@@ -118,6 +121,56 @@ def _moe_comm_row(row: Row) -> list[str]:
     ]
 
 
+def ratios(result: Result) -> str:
+    """Render the peers' times over ours, batch by batch, of rows that were launched alike."""
+    found = [row for row in result.data["rows"] if row.get("ratio_to_ours")]
+    tokens = list(dict.fromkeys(row["tokens"] for row in found))
+    of_batch = {(row["backend"], row["tokens"]): row["ratio_to_ours"] for row in found}
+    body = [
+        [
+            f"{NAMES.get(backend, backend)}, {phase}",
+            *(spread(of_batch.get((backend, batch), {}).get(phase)) for batch in tokens),
+        ]
+        for backend in dict.fromkeys(row["backend"] for row in found)
+        for phase in PHASES
+    ]
+    method = (
+        f"Their time over ours (above 1: ours is faster), quartiles of single iterations in "
+        f"brackets; {layer(result)}"
+    )
+    return shown(result, method, table(["tokens per rank", *map(str, tokens)], body))
+
+
+def small_beside_bulk(small: Result, bulk: Result) -> str:
+    """Render the batches of two results of ours that were launched alike, one beside the other.
+
+    Args:
+        small: batches below a limit have the kernels for small batches; the others tell what two
+            runs of the same kernels differ by.
+        bulk: every batch has the kernels for large ones.
+    """
+    first = {(row["launch"], row["tokens"]): row for row in small.data["rows"]}
+    columns = ["tokens per rank", "kernels", *(f"{phase} us (quartiles)" for phase in PHASES)]
+    columns += [f"{phase}, over bulk" for phase in PHASES]
+    body = []
+    for row in bulk.data["rows"]:
+        if (other := first.get((row["launch"], row["tokens"]))) is None:
+            continue
+        kernels = "for small batches" if other.get("is_small") else "bulk again"
+        over = (other[phase]["median_us"] / row[phase]["median_us"] for phase in PHASES)
+        for name, each, rest in (
+            (kernels, other, [f"{value:.2f}" for value in over]),
+            ("bulk", row, ["1"] * len(PHASES)),
+        ):
+            spans = (times(each[phase]) for phase in PHASES)
+            body.append([str(row["tokens"]), name, *spans, *rest])
+    method = (
+        f"{layer(small)}; one launch of all ranks; median of {small.options['iters']} iterations; "
+        f"bulk is [another result file]({bulk.link}) of the same run"
+    )
+    return shown(small, method, table(columns, body))
+
+
 # --- recipes, the LM head, a launch, serving ------------------------------------------------------
 
 
@@ -148,16 +201,22 @@ def lm_head(result: Result) -> str:
     on_cpu = "work_ratio" in groups[0]["rows"][0]
     field, what = ("work_ratio", "Work on all cores") if on_cpu else ("ratio", "Time of a step")
     columns = ["rows a rank", *(str(row["rows"]) for row in groups[0]["rows"])]
+    fields = {"": field} if on_cpu else {"": field, ", expected": "expected_ratio"}
     body = [
-        [f"groups of {group['tp_size']}", *(f"{row[field]:.2f}" for row in group["rows"])]
+        [f"groups of {group['tp_size']}{kind}", *(f"{row[name]:.2f}" for row in group["rows"])]
         for group in groups
+        for kind, name in fields.items()
     ]
     method = (
         f"{what}, replicated over split; vocabulary {options['vocab']}, "
         f"hidden size {options['hidden']}, {options['dtype']}"
     )
     noted = f"Noted when it was recorded: {result.data['note']}" if "note" in result.data else ""
-    return shown(result, method, table(columns, body), notes(map(_crossover, groups)), noted)
+    said = [
+        _crossover(group) + ("" if on_cpu else f"; expected up to {group['expected_up_to']}")
+        for group in groups
+    ]
+    return shown(result, method, table(columns, body), notes(said), noted)
 
 
 def _crossover(group: Row) -> str:

@@ -355,6 +355,69 @@ def test_a_table_of_any_gpu(here: Path) -> None:
     assert "NVIDIA H100 80GB HBM3" in text
 
 
+def test_the_folder_of_a_lent_machine_is_not_shown(here: Path) -> None:
+    result = comm(5.0, 10.0)
+    result["machine"]["command"] = "python x --output_file /scratch/a.b/results/r.json"
+    write(here, "2031-01-02-h200-moe-comm.json", result)
+    text = report.TABLES["gpu-all"].text("gpu-all", Path("README.md"))
+    assert "`python x --output_file benchmarks/results/r.json`" in text
+
+
+def test_a_second_set_of_one_day_is_newer(here: Path) -> None:
+    for name in ("h200", "h200-2", "h200-10", "cpu-3"):
+        write(here, f"2031-01-02-{name}-moe-comm.json", comm(5.0, 10.0))
+    write(here, "2031-01-01-h200-11-moe-comm.json", comm(5.0, 10.0))
+    found = newest(load(), report.GPU_TABLE)
+    assert found is not None
+    assert found.path.name == "2031-01-02-h200-10-moe-comm.json"
+
+
+def test_files_of_a_gpu_begin_with_it(here: Path) -> None:
+    write(here, "2031-01-02-h200-two-ranks-bulk.json", comm(5.0, 10.0))
+    assert newest(load(), "*-GPU-bulk.json") is None
+    assert newest(load(), "*-GPU-two-ranks-bulk.json") is not None
+
+
+def test_what_is_no_whole_result_lies_in_a_folder(here: Path) -> None:
+    folder = here / "benchmarks/results/2031-01-02-h200"
+    folder.mkdir(parents=True)
+    (folder / "2031-01-02-h200-recipes.json").write_text('{"incomplete": "cut"}')
+    assert load() == []
+
+
+def of_one_launch(us: float, *, small: bool, **more: Any) -> dict[str, Any]:
+    asked = options.Options(backends=("moe_nvlink",), batches=(4,), iters=4, **EMULATED)
+    row = planted(asked, "moe_nvlink", us, 4) | {"launch": "one", "is_small": small} | more
+    return written(asked, [row], gpu="NVIDIA H200")
+
+
+def test_both_kinds_of_kernels_of_one_run(here: Path) -> None:
+    pair = report.TABLES["gpu-small-two"]
+    assert "Not measured yet" in pair.text("gpu-small-two", Path("README.md"))
+    write(here, "2031-01-02-h200-two-ranks.json", of_one_launch(5.0, small=True))
+    write(here, "2031-01-02-h200-two-ranks-bulk.json", of_one_launch(10.0, small=False))
+    (small, bulk) = pair.text("gpu-small-two", Path("README.md")).splitlines()[-2:]
+    assert small.startswith("| 4 | for small batches | 5 ")
+    assert small.endswith("| 0.50 | 0.50 | 0.50 |")
+    assert bulk.startswith("| 4 | bulk | 10 ")
+    write(here, "2031-01-02-h200-two-ranks.json", of_one_launch(12.0, small=False))
+    assert "| bulk again | 12 " in pair.text("gpu-small-two", Path("README.md"))
+    write(here, "2031-01-02-h200-two-ranks.json", of_one_launch(5.0, small=True, launch="other"))
+    assert "for small batches" not in pair.text("gpu-small-two", Path("README.md"))
+    write(here, "2031-01-02-h200-2-two-ranks-bulk.json", of_one_launch(10.0, small=False))
+    with pytest.raises(ReportError, match=r"no 2031-01-02-h200-2-two-ranks\.json beside it"):
+        pair.text("gpu-small-two", Path("README.md"))
+
+
+def test_ratios_batch_by_batch(here: Path) -> None:
+    result = comm(5.0, 10.0, tokens=64, peer="flashinfer", **EMULATED)
+    result["machine"]["gpu"] = "NVIDIA H200"
+    write(here, "2031-01-02-h200-moe-comm.json", result)
+    lines = report.TABLES["gpu-ratios"].text("gpu-ratios", Path("README.md")).splitlines()
+    assert lines[2] == "| tokens per rank | 64 |"
+    assert "| FlashInfer moe_a2a, both | 2.00 (2.00..2.00) |" in lines
+
+
 EMULATED: dict[str, Any] = {
     "device": "cuda",
     "emulate_ranks": True,
