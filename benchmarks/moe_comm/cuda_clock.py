@@ -1,7 +1,6 @@
 """Time work on a GPU by events and CUDA graphs, with nothing of ours in L2; and each kernel of it.
 
-On a CPU the same calls give wall clock, so that code which measures GPUs can be rehearsed. Nothing
-here has run on a GPU yet.
+On a CPU the same calls give wall clock, so that code which measures GPUs can be rehearsed.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Ratios are of this form. The first form then has rows of its own, named ONE_LAUN
 
 "Remote" memory is the same GPU's. So this shows what launch, routing, copy and reduction cost, and
 how near they come to the memory's speed. It shows nothing of NVLink: no remote latency, bandwidth
-or ordering. Not run on a GPU yet.
+or ordering.
 
 Small batches go through their kernels up to the product's limit for GPUs, or up to
 MOE_NVLINK_SMALL_TOKENS; with 0 all batches go through the others. Field "is_small" of a row says

@@ -1,7 +1,7 @@
 """Run FlashInfer's moe_a2a with all ranks on one GPU: a workspace `[ranks, bytes]`, a stream each.
 
 Its kernels wait for each other, and nothing guarantees that those of two streams run together. What
-is done so that they do, or so that nobody waits for ever (read in its sources, not run on a GPU):
+is done so that they do, or so that nobody waits for ever (read in its sources):
 
 - A group of one rank, which waits for nobody, compiles and loads them; buffers are made before.
 - A verb of all ranks is one CUDA graph, a branch for each: nothing is allocated while a rank waits.

@@ -1,7 +1,7 @@
 """What the GPU compiler makes of the kernels: it takes them without a driver, and in the machine
 code stand the wide accesses and the ordered ones that the text asks for.
 
-This is all that is known of the GPU path in this release: compiled and read, not run.
+Compiled and read, not run: tests/gpu runs them.
 """
 
 from __future__ import annotations
