@@ -105,16 +105,9 @@ def test_numbers_rehearsed(tmp_path: Path) -> None:
     (group,) = result(tmp_path, "lm-head")["groups"]
     weights = {row["split_weight_bytes"] / row["replicated_weight_bytes"] for row in group["rows"]}
     assert weights == {512 / 1000}, "half of the vocabulary, rounded up to 16"
-    rows = result(tmp_path, "launch")["rows"]
-    by_hand, by_call, by_op = (
-        rows[name]["median_us"]
-        for name in (
-            "driver: cuLaunchKernelEx by cuda.bindings",
-            "dispatch: MoeAllToAll",
-            "dispatch: torch op",
-        )
-    )
-    assert 0 < by_hand < min(by_call, by_op)
+    launch = result(tmp_path, "launch")
+    assert launch["driver"].startswith("stand-in, runs the kernels"), "whose faults it would tell"
+    assert {"dispatch: MoeAllToAll", "combine: torch op"} < launch["rows"].keys()
 
 
 def test_breadth_rehearsed(tmp_path: Path) -> None:
@@ -179,7 +172,10 @@ def test_again_refuses(tmp_path: Path) -> None:
         (["again", "nosuch"], "no step is called nosuch; the steps are doctor, real, "),
         (["again"], "again which step?"),
         (["smoke", "doctor"], "smoke takes no names; on_gpu.sh again doctor does"),
-        (["again", "cases", "rounds", "processes"], "may take 640 s, and one call has 480 s"),
+        (
+            ["again", "cases", "rounds", "processes"],
+            f"may take 640 s, and one call has {AGAIN_S:g} s",
+        ),
         (["everything"], "invalid choice: 'everything'"),
     ):
         status, said = run(tmp_path, *arguments)
