@@ -2,7 +2,7 @@
 
     python benchmarks/bench_launch.py                  # against a driver whose launches do nothing
     python benchmarks/bench_launch.py --driver real    # on a GPU: enqueuing alone
-    python benchmarks/bench_launch.py --driver emulated  # rehearsal: launches run kernels on the CPU
+    python benchmarks/bench_launch.py --driver emulated  # a rehearsal: kernels run, on the CPU
 
 One rank, because the host does the same for any number. WITHIN names the level that each level
 contains; the difference is what it adds. An eager call of MoeAllToAll calls no torch op; a compiled

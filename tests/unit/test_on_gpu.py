@@ -189,14 +189,30 @@ def test_without_a_gpu(tmp_path: Path) -> None:
     carried = tmp_path / "carried"
     (carried / "kernels").mkdir(parents=True)
     (carried / "kernels/0123.cubin").write_bytes(b"code")
+    (carried / "commit").write_text("89abcde-dirty\n")
+    (carried / "unknown").mkdir()
     cache = tmp_path / "cache"
     status, said = run(tmp_path, "smoke", CARRY=str(carried), MOE_NVLINK_CACHE_DIR=str(cache))
     assert status == 2
     assert "nothing could run: torch sees no CUDA device" in said
     assert "carried  1 kernels, no FlashInfer (benchmarks/carry.sh packs it)" in said
     assert (cache / "0123.cubin").read_bytes() == b"code"
+    assert [path.name for path in cache.glob("*") if path.suffix != ".lock"] == ["0123.cubin"]
+    assert re.search(r"^commit   89abcde-dirty$", said, re.MULTILINE), "not of the copy's history"
     (summary,) = tmp_path.glob("*-gpu-smoke.json")
     assert "no CUDA device" in json.loads(summary.read_text())["nothing_could_run"]
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="a copy without its history")
+def test_the_commit_is_carried(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        return subprocess.check_output(["git", *arguments], cwd=ROOT, text=True).strip()
+
+    carry = ["bash", str(ROOT / "benchmarks/carry.sh"), "--commit"]
+    subprocess.run(carry, env=os.environ | {"CARRY": str(tmp_path)}, check=True)
+    dirty = "-dirty" if git("diff", "--name-only", "HEAD") else ""
+    assert (tmp_path / "commit").read_text() == f"{git('rev-parse', '--short', 'HEAD')}{dirty}\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["commit"]
 
 
 # Steps that go wrong.
