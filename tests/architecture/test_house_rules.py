@@ -21,7 +21,7 @@ READERS = {
 }
 MACHINE_PATH = re.compile(r"/(work|tmp|home|root|Users|opt)/[A-Za-z0-9_.-]+")
 #: Paths of the operating system that mean the same everywhere.
-EVERYWHERE = re.compile(r"/opt/cuda\b")
+EVERYWHERE = re.compile(r"/opt/(cuda|nvidia)\b")
 
 
 def product_files() -> list[Path]:

@@ -34,7 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.gpu.line_table import lines_of
+from tests.gpu.line_table import Lines, lines_of
 from tests.gpu.watched import CANNOT_RUN, ROOT
 from tests.gpu.watched import PLACES as TOOLKITS
 
@@ -210,9 +210,9 @@ def rows_of(
     # The row below the headings has units.
     found = [row for row in csv.DictReader(lines[start:]) if (row.get("ID") or "").isdigit()]
     rounds = [(verb, tokens) for tokens in batches for verb in VERBS]
+    paired = zip(found, rounds, strict=False)  # a report that was cut has fewer
     is_known = len(found) <= len(rounds) and all(
-        verb in metrics["Kernel Name"]
-        for metrics, (verb, _tokens) in zip(found, rounds, strict=False)
+        verb in metrics["Kernel Name"] for metrics, (verb, _tokens) in paired
     )
     rows = [
         _row(metrics, rounds[number][1] if is_known else None)
@@ -227,18 +227,11 @@ def rows_of(
         line_tables = {}
     where = _places(texts["lines.csv"])
     for row, table in zip(rows, tables, strict=True):
-        of_kernel = line_tables.get(table.kernel)
         row["top_instructions"] = _top(
             {f"+{at:#x} {text}": samples for at, text, samples in table.instructions}
         )
-        by_line: dict[str, float] = {}
-        for at, _text, samples in table.instructions if of_kernel else ():
-            number = of_kernel.at(at) if of_kernel else None
-            if number is not None:
-                place = where.get(number, f"line {number}")
-                by_line[place] = by_line.get(place, 0) + samples
-        if by_line:
-            row["top_lines"] = _top(by_line)
+        if table.kernel in line_tables:
+            row["top_lines"] = _top(_by_line(table, line_tables[table.kernel], where))
     return rows
 
 
@@ -328,6 +321,17 @@ def _places(text: str) -> dict[int, str]:
 
 def _with_neighbours(lines: Sequence[str]) -> Iterator[tuple[str, ...]]:
     return zip(["", *lines], lines, [*lines[1:], ""])  # noqa: B905 - the first is longer
+
+
+def _by_line(table: Table, lines: Lines, where: dict[int, str]) -> dict[str, float]:
+    """Return the samples of each line, whose instructions may lie apart."""
+    found: dict[str, float] = {}
+    for at, _text, samples in table.instructions:
+        number = lines.at(at)
+        if number is not None:
+            place = where.get(number, f"line {number}")
+            found[place] = found.get(place, 0) + samples
+    return found
 
 
 def _top(samples: dict[str, float], count: int = 5) -> list[str]:
