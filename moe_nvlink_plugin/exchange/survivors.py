@@ -163,8 +163,8 @@ class _Meeting:
         if late:
             self._give_up(
                 f"waited {self._timeout_s:g} s in mask, meeting {number}, for rank(s) "
-                f"{_listed(late)}; every rank that lives calls mask() with the same ranks; if one "
-                "of those has died, call it again with that rank too",
+                f"{_listed(late)}; call mask() again on every rank that lives: with the same ranks "
+                "if it was late, with that rank too if it has died",
                 late,
                 number,
             )

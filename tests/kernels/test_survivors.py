@@ -529,6 +529,139 @@ def test_a_rank_that_calls_late() -> None:
         _check(dataclasses.replace(case, left_out=(2,)), inputs, rank, seen[rank])
 
 
+@pytest.mark.parametrize(
+    "in_vain",
+    [(0, 1), (1, 0), (0, 0, 0, 1), (1, 1, 1, 0), (0, 1, 2), (2, 2, 1)],
+    ids=lambda turns: "".join(map(str, turns)),
+)
+def test_survivors_whose_calls_were_in_vain(
+    in_vain: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They call in this order, each alone. However many calls a rank has behind it, all of them
+    meet as soon as all of them call.
+    """
+
+    def before(meeting: Any, number: int) -> None:
+        rank = meeting._workspace.group.rank
+        if hasty[rank]:
+            meeting._args.timeout_ns = 1000
+            numbers.append(number)
+
+    def body(layer: MoeAllToAll, rank: int) -> None:
+        workspaces[rank] = layer._layer.workspace
+        for turn in in_vain:
+            barrier.wait()
+            if turn == rank:
+                hasty[rank] = True
+                with pytest.raises(ExchangeTimeoutError, match="again on every rank") as caught:
+                    layer.mask(3)
+                assert set(caught.value.ranks) == {0, 1, 2} - {rank}
+                hasty[rank] = False
+        barrier.wait()
+        if rank == 3:
+            return
+        layer.mask(3)
+        seen[rank] = cases.run_round(layer, inputs[rank])
+
+    interrupt(monkeypatch, before, lambda _: None)
+    case = Case(name="together", tokens=(3,) * 4, left_out=(3,))
+    inputs, seen = cases.make_inputs(case), dict[int, Seen]()
+    barrier, workspaces = Barrier(4, timeout=60), dict[int, Any]()
+    hasty, numbers = [False] * 4, list[int]()
+    together(4, body, timeout_s=60.0)
+    assert numbers == list(range(1, 2 * len(in_vain), 2)), "each later one has seen the earlier"
+    assert len({workspaces[rank].meetings for rank in range(3)}) == 1
+    for rank in range(3):
+        assert not workspaces[rank].has_met_in_vain
+        _check(case, inputs, rank, seen[rank])
+
+
+def test_a_call_that_ends_well_on_one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 gives up in the second meeting; rank 0 comes then, and finds that rank 1 was there.
+
+    Rank 0 learns of it in its next round, which fails. It calls again while rank 1 waits.
+    """
+
+    def before(meeting: Any, number: int) -> None:
+        rank = meeting._workspace.group.rank
+        if number % 2 == 1 or has_given_up.is_set():
+            return
+        if rank == 1:
+            assert has_left_first.wait(60)  # or rank 0 meets rank 1's next call there
+            meeting._args.timeout_ns = 1000
+        else:
+            has_left_first.set()
+            assert has_given_up.wait(60)
+
+    def body(layer: MoeAllToAll, rank: int) -> None:
+        if rank == 2:
+            return
+        workspace = workspaces[rank] = layer._layer.workspace
+        if rank == 1:
+            with pytest.raises(ExchangeTimeoutError, match="again on every rank") as caught:
+                layer.mask(2)
+            assert caught.value.epoch is not None
+            assert caught.value.epoch % 2 == 0, "not the second meeting"
+            has_given_up.set()
+        else:
+            layer.mask(2)
+        in_vain[rank] = workspace.has_met_in_vain
+        layer.mask(2)
+        seen[rank] = cases.run_round(layer, inputs[rank])
+
+    interrupt(monkeypatch, before, lambda _: None)
+    case = Case(name="together", tokens=(3,) * 3, left_out=(2,))
+    inputs, seen = cases.make_inputs(case), dict[int, Seen]()
+    has_left_first, has_given_up = Event(), Event()
+    in_vain, workspaces = [False] * 2, dict[int, Any]()
+    together(3, body, timeout_s=60.0)
+    assert in_vain == [False, True]
+    assert workspaces[0].meetings == workspaces[1].meetings
+    for rank in range(2):
+        _check(case, inputs, rank, seen[rank])
+
+
+def test_a_rank_that_meets_what_another_has_left_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is held up before its kernel until rank 0 has given up; it takes rank 0's old number.
+
+    So it waits in a second meeting to which rank 0 never comes. Its next call finds rank 0.
+    """
+
+    def before(meeting: Any, number: int) -> None:
+        if has_met.is_set():
+            return
+        if meeting._workspace.group.rank == 1:
+            is_under_way.set()
+            assert has_given_up.wait(60)
+            if number == 1:
+                return
+            has_met.set()
+        meeting._args.timeout_ns = 1000
+
+    def body(layer: MoeAllToAll, rank: int) -> None:
+        if rank == 2:
+            return
+        if rank == 0:
+            assert is_under_way.wait(60)
+        with pytest.raises(ExchangeTimeoutError) as caught:
+            layer.mask(2)
+        numbers[rank] = caught.value.epoch
+        if rank == 0:
+            has_given_up.set()
+            assert has_met.wait(60)
+        layer.mask(2)
+        seen[rank] = cases.run_round(layer, inputs[rank])
+
+    interrupt(monkeypatch, before, lambda _: None)
+    case = Case(name="together", tokens=(3,) * 3, left_out=(2,))
+    inputs, seen, numbers = cases.make_inputs(case), dict[int, Seen](), dict[int, int | None]()
+    is_under_way, has_given_up, has_met = Event(), Event(), Event()
+    together(3, body, timeout_s=60.0)
+    assert numbers == {0: 1, 1: 2}
+    for rank in range(2):
+        _check(case, inputs, rank, seen[rank])
+
+
 @pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
 def test_a_launch_that_names_a_rank_that_has_gone(small: bool) -> None:
     """As a graph that was captured before, without the mask: it says so, and waits for nobody."""
