@@ -80,20 +80,20 @@ HD Piece load_piece(const DispatchArgs& args, const PieceOrigin& origin, int tok
 // Where a piece of received rows goes.
 struct PieceTarget {
   PieceOrigin origin;
-  int width;          // of the accesses
-  char* first;        // of slot 0
-  int64_t row_bytes;  // of the payload
+  int width;           // of the accesses
+  char* first;         // of slot 0
+  uint32_t row_bytes;  // of the payload
 
   HD PieceTarget(const DispatchArgs& args, int packed_offset)
       : origin(piece_origin(args, packed_offset)) {
     const Payload& payload = args.payloads[origin.payload];
-    row_bytes = static_cast<int64_t>(payload.row_bytes);
+    row_bytes = static_cast<uint32_t>(payload.row_bytes);
     first = region_of(args, args.geometry.ep_rank, payload.region) + origin.offset;
     width = piece_width(0, origin, payload.row_bytes);  // a region lies on a vector's boundary
   }
 
-  HD void store(int64_t slot, const Piece& piece) const {
-    char* target = first + slot * row_bytes;
+  HD void store(uint32_t slot, const Piece& piece) const {
+    char* target = first + static_cast<uint64_t>(slot) * row_bytes;
     if (width == kPieceBytes) {
       store_vector(target, *reinterpret_cast<const Vector<kPieceBytes>*>(&piece));
     } else if (width >= 4) {

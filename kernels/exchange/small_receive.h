@@ -183,14 +183,14 @@ HD int lane_of_warp(const Cta& cta) {
 struct ReceivedChunk {
   int first_byte;  // in the packed row
   int bytes;
-  char* units;         // of row 0 of slice 0
-  int64_t row_stride;  // from a slot's units to the next slot's
+  char* units;          // of row 0 of slice 0
+  uint32_t row_stride;  // from a slot's units to the next slot's
 
   HD ReceivedChunk(const DispatchArgs& args, int part, int chunk)
       : first_byte(part * kPartBytes + chunk * kChunkBytes),
         units(packed_row_at(args, args.geometry.ep_rank, 0, 0) +
               (static_cast<int64_t>(part) * kPartUnits + chunk * kChunkUnits) * kUnitBytes),
-        row_stride(static_cast<int64_t>(units_of(static_cast<int>(args.packed_bytes))) *
+        row_stride(static_cast<uint32_t>(units_of(static_cast<int>(args.packed_bytes))) *
                    kUnitBytes) {
     const int left = bytes_of_part(args, part) - chunk * kChunkBytes;
     bytes = left < kChunkBytes ? left : kChunkBytes;
@@ -199,9 +199,10 @@ struct ReceivedChunk {
 
 // Brings a row's chunk into shared memory and clears its units.
 HD void take_units(const DispatchArgs& args, const Cta& cta, const ReceivedChunk& chunk,
-                   int64_t slot, int source, uint32_t epoch, Patience& patience, char* staged) {
+                   uint32_t slot, int source, uint32_t epoch, Patience& patience, char* staged) {
   uint32_t* words = reinterpret_cast<uint32_t*>(staged);
-  char* units = chunk.units + slot * chunk.row_stride;
+  char* units = chunk.units + static_cast<uint64_t>(slot) * chunk.row_stride;
+  MOE_NVLINK_ROLLED
   for (int i = lane_of_warp(cta); i < units_of(chunk.bytes); i += Cta::kWarpThreads) {
     uint32_t data[3] = {0, 0, 0};
     Unit unit;
@@ -264,9 +265,10 @@ HD void lay_out_piece(const DispatchArgs& args, const PieceOrigin& origin, int64
 
 // Stores a row's chunk. `lanes_own`: where the lane's first piece goes.
 HD void store_chunk(const DispatchArgs& args, const Cta& cta, const ReceivedIds& received,
-                    const ReceivedChunk& chunk, const PieceTarget& lanes_own, int64_t slot,
+                    const ReceivedChunk& chunk, const PieceTarget& lanes_own, uint32_t slot,
                     const char* staged) {
   const int first = lane_of_warp(cta);
+  MOE_NVLINK_ROLLED
   for (int i = first; i < chunk.bytes / kPieceBytes; i += Cta::kWarpThreads) {
     const PieceTarget target =
         i == first ? lanes_own : PieceTarget(args, chunk.first_byte + i * kPieceBytes);
@@ -290,10 +292,11 @@ HD void receive_chunk(const DispatchArgs& args, const Cta& cta, const ReceivedSh
                       uint32_t epoch, Patience& patience, char* staged, const Shared& shared) {
   const PieceTarget lanes_own(args, chunk.first_byte + lane_of_warp(cta) * kPieceBytes);
   int turn = 0;
+  MOE_NVLINK_ROLLED
   for (ReceivedRow row = share.first; row.place < most; row = share.after(row)) {
     if (row.place >= shared.counts[row.source]) continue;
-    const int64_t slot =
-        static_cast<int64_t>(row.source) * args.geometry.max_tokens_per_rank + row.place;
+    const uint32_t slot =
+        static_cast<uint32_t>(row.source * args.geometry.max_tokens_per_rank + row.place);
     char* half = staged + turn * kPartBytes;
     take_units(args, cta, chunk, slot, row.source, epoch, patience, half);
     cta.sync_warp();  // the chunk is whole
@@ -308,8 +311,10 @@ HD void receive_parts(const DispatchArgs& args, const Cta& cta, const ReceivedSh
                       const ReceivedIds& received, uint32_t epoch, Shared& shared) {
   const int most = most_rows(args, cta, shared);
   Patience patience(args.timeout_ns);
+  MOE_NVLINK_ROLLED
   for (int part = share.part; part < share.parts; part += share.part_step) {
     const int bytes = bytes_of_part(args, part);
+    MOE_NVLINK_ROLLED
     for (int chunk = warp_of(cta); chunk * kChunkBytes < bytes;
          chunk += cta.num_threads / Cta::kWarpThreads) {
       receive_chunk(args, cta, share, received, ReceivedChunk(args, part, chunk), most, epoch,

@@ -81,15 +81,10 @@ HD void send_parts_of_tokens(const DispatchArgs& args, const Cta& cta, const Sma
       piece =
           load_piece(args, piece_origin(args, first_byte + cta.thread * kPieceBytes), item.token);
     }
-    // The threads that wait for the peers before the first item.
-    const int groups = is_first ? num_routing_groups(args, cta) : num_groups(cta);
-    const bool routes = group_of(cta) < groups;
     RouteIds<Config> ids;
-    if (routes) ids.load(args, cta, item.token);
+    ids.load(args, cta, item.token);
     if (is_first) round.load_state(args, role);
-    if (routes) {
-      find_route<Config>(args, cta, shared.owners, item.token, ids, item.part == 0, groups, route);
-    }
+    find_route<Config>(args, cta, shared.owners, item.token, ids, item.part == 0, route);
     if (is_first) await_previous_round(args, cta, round, &shared.faulted);
     if (cta.thread < num_pieces) piece_in(staged, cta.thread) = piece;
     for (int i = cta.thread + cta.num_threads; i < num_pieces; i += cta.num_threads) {
@@ -179,14 +174,10 @@ struct QuantiseAndSendTokens {
     bool is_first = true;
     for (int token = role.sender; token < args.geometry.num_tokens; token += role.num_senders) {
       if (!is_first) cta.sync();  // the row before has been read
-      const int groups = is_first ? num_routing_groups(args, cta) : num_groups(cta);
-      const bool routes = group_of(cta) < groups;
       stage(quantising, token);
-      if (routes) {
-        RouteIds<Config> ids;
-        ids.load(args, cta, token);
-        find_route<Config>(args, cta, shared.owners, token, ids, true, groups, shared.routes[0]);
-      }
+      RouteIds<Config> ids;
+      ids.load(args, cta, token);
+      find_route<Config>(args, cta, shared.owners, token, ids, true, shared.routes[0]);
       if (is_first) await_previous_round(args, cta, round, &shared.faulted);
       cta.sync();  // the row and its route are whole; the peers' staging is free (P12)
       if (shared.faulted == 0) {

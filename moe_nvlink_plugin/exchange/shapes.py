@@ -106,10 +106,11 @@ def small_shape(num_tokens: int, sizes: SmallSizes, limits: Limits) -> Shape:
     receiving = tokens * sizes.received_rows * sizes.receive_parts + 1
     if sending + receiving > most:
         sent, received = sending * sizes.sent_cost, receiving * sizes.received_cost
-        sending = min(sending, max(round(most * sent / (sent + received)), 1), most - 1)
-        receiving = min(receiving, most - sending)
+        senders = min(sending, max(round(most * sent / (sent + received)), 1), most - 1)
+        receiving = min(receiving, most - senders)
         if sizes.fixed_parts and receiving > sizes.receive_parts:
             receiving -= receiving % sizes.receive_parts
+        sending = min(sending, most - receiving)
     return Shape(sending + receiving, threads, sending)
 
 
