@@ -2,12 +2,14 @@
 
     python benchmarks/bench_launch.py                  # against a driver whose launches do nothing
     python benchmarks/bench_launch.py --driver real    # on a GPU: enqueuing alone
+    python benchmarks/bench_launch.py --driver emulated  # a rehearsal: kernels run, on the CPU
 
 One rank, because the host does the same for any number. WITHIN names the level that each level
 contains; the difference is what it adds. An eager call of MoeAllToAll calls no torch op; a compiled
 graph calls the op instead. Against the stand-in driver (tests/support/fake_cuda) the first row is
 that driver's own cost, which a real one replaces by its own; the differences are ours on any
-machine.
+machine. After every dispatch comes its combine: kernels report a dispatch that is run again without
+one. Only one of the two is timed, and it alone counts.
 """
 
 from __future__ import annotations
@@ -38,12 +40,13 @@ from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
+from tests.gpu.day import stand_in
 from tests.support import fake_cuda
 from tests.support.fake_cuda.transport import LaunchedByDriver, install
 
 #: The innermost level.
 BARE = "driver: cuLaunchKernelEx by cuda.bindings"
-#: Calls between two looks at the clock.
+#: Calls of one mean, and rounds between two waits for the GPU.
 CALLS = 50
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared")
 
@@ -66,20 +69,34 @@ void moe_nvlink_meet(const void*, void*) {}
 """
 
 
-def microseconds(body: Callable[[], Any], batches: int) -> dict[str, float]:
-    """Time one call on the host: summary of the means of batches of CALLS calls."""
+def microseconds(
+    body: Callable[[], Any], after: Callable[[], Any], batches: int
+) -> dict[str, float]:
+    """Time one call on the host: summary of the means of batches of CALLS calls.
+
+    Args:
+        body: what is timed.
+        after: what ends its round, and is not timed.
+        batches: how many means are taken.
+    """
     samples = []
     for _ in range(batches):
-        start = time.perf_counter()
+        spent = 0.0
         for _ in range(CALLS):
+            start = time.perf_counter()
             body()
-        samples.append((time.perf_counter() - start) / CALLS * 1e6)
+            spent += time.perf_counter() - start
+            after()
+        samples.append(spent / CALLS * 1e6)
         drain()
     return summary(samples)
 
 
 def drain() -> None:
-    """Wait for the GPU: a full queue would make the host wait inside a call."""
+    """Wait for the GPU: a full queue would make the host wait inside a call.
+
+    A queue takes about a thousand launches, and between two waits come two for each of CALLS calls.
+    """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -115,12 +132,19 @@ class Levels:
         self._combine(self._dispatch())
         drain()
 
-    def arguments(self) -> Any:
-        """Return DispatchArgs of a call without tokens: the host does the same with tokens."""
-        args = self.inner.channel(0)._dispatch_args
-        copy = type(args).from_buffer_copy(args)
-        copy.geometry.num_tokens = 0
-        return copy
+    def arguments(self) -> tuple[Any, Any]:
+        """Return DispatchArgs and CombineArgs of a round without tokens.
+
+        The host does the same with tokens.
+        """
+        channel = self.inner.channel(0)
+        made = []
+        for args in (channel._dispatch_args, channel._combine_args):
+            copy = type(args).from_buffer_copy(args)
+            copy.geometry.num_tokens = 0
+            made.append(copy)
+        dispatch, combine = made
+        return dispatch, combine
 
     def rows(self) -> dict[str, dict[str, float]]:
         """Time all levels, innermost first."""
@@ -134,19 +158,24 @@ class Levels:
 
     def bare(self) -> dict[str, float]:
         """Time cuLaunchKernelEx alone, with what the launcher has prepared for it."""
-        args, of = self.arguments(), self.launcher
+        (args, of_combine), of = self.arguments(), self.launcher
         is_small = args.geometry.max_tokens_per_rank <= of._most_small
         launched: Any = (of._small_dispatches if is_small else of._dispatches)[0]
         with launched._executor.context():
             launched(args)
+            of.combine(of_combine)
             config = launched._prepare(0).config
             given = (config, launched._function, launched._pointers_address, 0)
-            return microseconds(lambda: launched._launch(*given), self._batches)
+            return microseconds(
+                lambda: launched._launch(*given), lambda: of.combine(of_combine), self._batches
+            )
 
     def executor(self) -> dict[str, float]:
         """Time the launcher: shape by token count, stream, context, status."""
-        args = self.arguments()
-        return microseconds(lambda: self.launcher.dispatch(args), self._batches)
+        (args, of_combine), of = self.arguments(), self.launcher
+        return microseconds(
+            lambda: of.dispatch(args), lambda: of.combine(of_combine), self._batches
+        )
 
     def verbs(
         self, level: str, dispatch: Callable[[], Any], combine: Callable[[Any], None]
@@ -160,7 +189,7 @@ class Levels:
             combine(received)
             samples[0].append((middle - start) * 1e6)
             samples[1].append((time.perf_counter() - middle) * 1e6)
-            if number % 50 == 0:
+            if number % CALLS == 0:
                 drain()
         return {
             f"{verb}: {level}": summary(of)
@@ -183,6 +212,15 @@ class Levels:
     def _combine(self, received: Any) -> None:
         self.layer.combine(self.region, received.metadata, output=self.output)
 
+    def finish(self) -> None:
+        """Run one more round: its calls raise what the kernels before it have reported.
+
+        Raises:
+            ExchangeStateError: the rounds that were timed were not rounds.
+        """
+        drain()
+        self._combine(self._dispatch())
+
     def _dispatch_op(self) -> Any:
         """Call what a compiled graph calls."""
         hidden, ids, weights = self.inputs
@@ -198,7 +236,9 @@ def measure(_rank: int, _size: int, arguments: argparse.Namespace) -> dict[str, 
     """Time all levels, in this process, on whatever driver it finds."""
     torch.set_num_threads(1)
     install()
-    rows = Levels(arguments).rows()
+    levels = Levels(arguments)
+    rows = levels.rows()
+    levels.finish()
     for name, inner in WITHIN.items():
         rows[name]["added_us"] = rows[name]["median_us"] - rows[inner]["median_us"]
     return {"pdl": env.pdl(), "rows": rows}
@@ -206,6 +246,12 @@ def measure(_rank: int, _size: int, arguments: argparse.Namespace) -> dict[str, 
 
 def measure_on_fake(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time all levels in a process of its own, which finds the stand-in before any real driver."""
+    if arguments.driver == "emulated":
+        with tempfile.TemporaryDirectory() as folder:
+            variables = stand_in.environment(Path(folder))
+            with mock.patch.dict(os.environ, variables):
+                executed: dict[str, Any] = harness.on_ranks(1, measure, arguments)
+        return executed
     text = NO_KERNELS
     for name in ("Dispatch", "Combine", "Meet"):
         size = ctypes.sizeof(structs()[f"{name}Args"])
@@ -217,6 +263,14 @@ def measure_on_fake(arguments: argparse.Namespace) -> dict[str, Any]:
         with mock.patch.dict(os.environ, variables):
             found: dict[str, Any] = harness.on_ranks(1, measure, arguments)
     return found
+
+
+#: Value of --driver -> what the result file says of it.
+DRIVERS = {
+    "fake": "stand-in, does nothing",
+    "real": "real",
+    "emulated": "stand-in, runs the kernels on the CPU: no time means anything",
+}
 
 
 #: Level -> the level it contains.
@@ -241,7 +295,7 @@ COLUMNS = {
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--driver", default="fake", choices=["fake", "real"])
+    parser.add_argument("--driver", default="fake", choices=list(DRIVERS))
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--output_file", type=Path, help="write rows and machine as JSON")
@@ -253,7 +307,7 @@ def main() -> None:
     is_real = arguments.driver == "real"
     about = {
         "machine": harness.machine("cuda" if is_real else "cpu"),
-        "driver": "real" if is_real else "stand-in, does nothing",
+        "driver": DRIVERS[arguments.driver],
         "tokens": arguments.tokens,
     }
     found = measure(0, 1, arguments) if is_real else measure_on_fake(arguments)

@@ -34,6 +34,7 @@ from benchmarks import common, harness
 from benchmarks.columns import print_headings, print_row
 from benchmarks.moe_comm import accounting, cuda_clock
 from benchmarks.moe_comm import emulated as one_gpu
+from benchmarks.moe_comm.expected import WrongResult
 from benchmarks.moe_comm.options import OURS, Options
 from benchmarks.moe_comm.routers import RankTokens
 from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll
@@ -314,6 +315,20 @@ def quantiser_alone(
     return body
 
 
+def check_faults(layers: Mapping[str, one_gpu.Layer]) -> None:
+    """Demand that what was timed did its work. The rows themselves are checked before.
+
+    Raises:
+        WrongResult: a rank has left a fault word.
+    """
+    for name, layer in layers.items():
+        try:
+            layer.ranks.check_faults()
+        except AssertionError as error:
+            what = f"{name}, {layer.tokens} tokens: {error} while it was timed; nothing is reported"
+            raise WrongResult(what) from error
+
+
 def vllm_body(recipe: str, hidden: torch.Tensor) -> dict[str, cuda_clock.Body]:
     """vLLM's own CUDA quantiser over all rows, if it is installed and runs here."""
     if hidden.device.type != "cuda" or not common.is_installed("vllm"):
@@ -354,7 +369,11 @@ class Device:
             }
             bodies = {name: layer.dispatch for name, layer in layers.items()}
             bodies |= {f"{recipe} quantiser alone": alone} | vllm_body(recipe, hidden)
-            taken = self._timer.flushed(bodies)
+            # Without its combine a dispatch is refused: nothing would travel, and the first one
+            # of a small batch would wait until its timeout.
+            before = {name: layer.before["dispatch"] for name, layer in layers.items()}
+            taken = self._timer.flushed(bodies, before)
+            check_faults(layers)
         moved = {True: self._wire(self.options), False: self._wire(options)}
         return result_rows(self.tokens, taken, {name: moved[name == PLAIN] for name in taken})
 
@@ -369,6 +388,7 @@ class Device:
             }
             # A combine may be launched again: its peers' signals of this round are still there.
             taken = self._timer.flushed({name: layer.combine for name, layer in layers.items()})
+            check_faults(layers)
         moved = {name: self._wire(layer.options, "combine") for name, layer in layers.items()}
         return result_rows(self.tokens, taken, moved)
 

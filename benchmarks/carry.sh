@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Fills .carry with what a machine with a GPU, without a network and lent for minutes should not have
-# to make itself: compiled kernels for sm_90a, and FlashInfer with its one library compiled.
+# to make itself: compiled kernels for sm_90a, and FlashInfer with its one library compiled. Beside
+# them .carry/commit says which commit this is: a copy that was sent may lack its history.
 #
 #   benchmarks/carry.sh                   # a quarter of an hour the first time; then on_gpu.sh, there
 #   benchmarks/carry.sh --kernels         # without FlashInfer: minutes
+#   benchmarks/carry.sh --commit          # only which commit this is, if nothing else has changed
 #
 # Prints the folder's size and fails above 40 MiB. PYTHON is an interpreter that has this package and
 # the tests' packages (.venv/bin/python); PYTHON_VERSION (3.12) is the other machine's. FlashInfer is
@@ -13,8 +15,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 repository=$PWD
 case "${1:-}" in
-  "") with_flashinfer=1 ;;
-  --kernels) with_flashinfer=0 ;;
+  "") with_kernels=1 with_flashinfer=1 ;;
+  --kernels) with_kernels=1 with_flashinfer=0 ;;
+  --commit) with_kernels=0 with_flashinfer=0 ;;
   *)
     awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' benchmarks/carry.sh
     exit 2
@@ -38,6 +41,13 @@ kernels() {
   MOE_NVLINK_CACHE_DIR=$cache MOE_NVLINK_TESTS_CACHE_DIR=$cache \
     "$PYTHON" -m tests.gpu.day.carried
   find "$cache" -type f ! -name '*.cubin' -delete # locks, and what runs on this CPU alone
+}
+
+# The commit, with -dirty if a tracked file differs from it.
+commit() {
+  local dirty=
+  git diff --quiet HEAD -- || dirty=-dirty
+  echo "$(git rev-parse --short HEAD)$dirty" >"$CARRY/commit"
 }
 
 packages() { # TARGET PIP-OPTION... : FlashInfer and what it imports
@@ -92,7 +102,8 @@ flashinfer() {
 }
 
 mkdir -p "$CARRY"
-kernels
+commit
+if [ "$with_kernels" = 1 ]; then kernels; fi
 if [ "$with_flashinfer" = 1 ]; then flashinfer; fi
 kib=$(du -sk "$CARRY" | cut -f1)
 echo "$CARRY: $((kib / 1024)) MiB, $(find "$CARRY" -name '*.cubin' | wc -l) kernels$(

@@ -14,7 +14,8 @@
 # Exit status: 0 all well, 1 a step failed, was cut or found no time, 2 nothing could run.
 #
 # CARRY is the folder that benchmarks/carry.sh has filled (.carry in the repository), PYTHON the
-# interpreter. BENCH_COMMIT names the commit where the checkout came without its history.
+# interpreter. BENCH_COMMIT names the commit where the checkout came without its history; else the
+# file commit of CARRY does.
 # Needs no installation: the package is put together in a temporary folder.
 set -uo pipefail
 repository=$(cd "$(dirname "$0")/.." && pwd) || exit 2
@@ -29,6 +30,8 @@ carry=${CARRY:-$repository/.carry}
 back=${OUT:-$repository/benchmarks/results}
 mkdir -p "$back" && back=$(cd "$back" && pwd) || exit 2
 cd "$repository" || exit 2
+# A copy that was sent may have an older history than its files: what was carried with them counts.
+if [ -z "${BENCH_COMMIT:-}" ] && [ -f "$carry/commit" ]; then BENCH_COMMIT=$(<"$carry/commit"); fi
 BENCH_COMMIT=${BENCH_COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}
 # Processes meet over gloo on this machine alone, which may have no other network.
 export BENCH_COMMIT PYTHONUNBUFFERED=1 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"

@@ -25,14 +25,16 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from tests.gpu.line_table import Lines, lines_of
 from tests.gpu.watched import CANNOT_RUN, ROOT
 from tests.gpu.watched import PLACES as TOOLKITS
 
@@ -70,6 +72,10 @@ TEXTS = {
     "lines.csv": "--page source --csv --print-source cuda",
     "instructions.csv": "--page source --csv --print-source sass",
 }
+#: A line of the source as ncu prints it: number, text.
+SOURCE_LINE = re.compile(r'^"(\d+)","(.*)"$', re.MULTILINE)
+#: The files that the compiled text is made of.
+KERNELS = ROOT / "moe_nvlink_plugin/kernels"
 #: Field of a row -> metrics, of which the first that is there counts, and what it is divided by.
 METRICS = {
     "duration_us": (("gpu__time_duration.sum",), 1000),
@@ -184,8 +190,15 @@ def export(report: Path) -> dict[str, str]:
         return dict(zip(TEXTS, pool.map(one, TEXTS), strict=True))
 
 
-def rows_of(texts: dict[str, str], batches: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row of each kernel.
+def rows_of(
+    texts: dict[str, str], batches: Sequence[int], report: bytes = b""
+) -> list[dict[str, Any]]:
+    """Return a row of each kernel; `tokens` is None where nobody can tell.
+
+    Args:
+        texts: of `export`.
+        batches: each a dispatch and a combine, in the order of the kernels; the last may lack.
+        report: the report itself, which alone says what line an instruction is of.
 
     Raises:
         ValueError: the text is not as expected.
@@ -196,15 +209,29 @@ def rows_of(texts: dict[str, str], batches: Sequence[int]) -> list[dict[str, Any
         raise ValueError(f"no column is called Kernel Name: {texts['raw.csv'][:200]!r}")
     # The row below the headings has units.
     found = [row for row in csv.DictReader(lines[start:]) if (row.get("ID") or "").isdigit()]
-    tokens: list[int | None] = [each for each in batches for _verb in VERBS]
-    if len(found) != len(tokens):
-        tokens = [None] * len(found)
-    rows = [_row(metrics, each) for metrics, each in zip(found, tokens, strict=True)]
-    for kind, field in (("lines.csv", "top_lines"), ("instructions.csv", "top_instructions")):
-        tops = list(_hottest(texts[kind]))
-        if len(tops) == len(rows):
-            for row, top in zip(rows, tops, strict=True):
-                row[field] = top
+    rounds = [(verb, tokens) for tokens in batches for verb in VERBS]
+    paired = zip(found, rounds, strict=False)  # a report that was cut has fewer
+    is_known = len(found) <= len(rounds) and all(
+        verb in metrics["Kernel Name"] for metrics, (verb, _tokens) in paired
+    )
+    rows = [
+        _row(metrics, rounds[number][1] if is_known else None)
+        for number, metrics in enumerate(found)
+    ]
+    tables = list(_instructions(texts["instructions.csv"]))
+    if [table.kernel for table in tables] != [row["kernel"] for row in rows]:
+        return rows
+    try:
+        line_tables = lines_of(report)
+    except (ValueError, LookupError, struct.error):  # of a compiler that writes another table
+        line_tables = {}
+    where = _places(texts["lines.csv"])
+    for row, table in zip(rows, tables, strict=True):
+        row["top_instructions"] = _top(
+            {f"+{at:#x} {text}": samples for at, text, samples in table.instructions}
+        )
+        if table.kernel in line_tables:
+            row["top_lines"] = _top(_by_line(table, line_tables[table.kernel], where))
     return rows
 
 
@@ -230,28 +257,87 @@ def _number(text: Any) -> float | None:
         return None
 
 
-def _hottest(text: str, count: int = 5) -> Iterator[list[str]]:
-    """Yield the lines with the most samples of each table, in the order of the kernels."""
+class Table(NamedTuple):
+    """Instructions of one kernel.
+
+    Attributes:
+        kernel: its name.
+        instructions: bytes from the kernel's begin, text, samples.
+    """
+
+    kernel: str
+    instructions: list[tuple[int, str, float]]
+
+
+def _instructions(text: str) -> Iterator[Table]:
+    """Yield the tables of ncu's view of instructions, in the order of the kernels.
+
+    Before each table stands a line with the kernel's name. Addresses are those of the GPU, and the
+    first one is where the kernel begins.
+    """
     heads: list[str] = []
-    found: list[tuple[float, str]] = []
-
-    def top() -> list[str]:
-        found.sort(key=lambda item: -item[0])
-        return [f"{samples:g}: {line}" for samples, line in found[:count] if samples]
-
+    table: Table | None = None
+    first = 0
     for cells in csv.reader(text.splitlines()):
-        if "Source" in cells:
-            if heads:
-                yield top()
-            heads, found = cells, []
-        elif heads and len(cells) == len(heads):
+        if cells[:1] == ["Kernel Name"] and len(cells) > 1:
+            if table is not None:
+                yield table
+            table, heads = Table(cells[1].partition("(")[0], []), []
+        elif "Source" in cells and "Address" in cells:
+            heads = cells
+        elif table is not None and heads and len(cells) == len(heads):
             row = dict(zip(heads, cells, strict=True))
             column = next((name for name in heads if "Sampl" in name), None)
             samples = _number(row[column]) if column else None
             if samples is not None:
-                found.append((samples, f"{cells[0]} {row['Source'].strip()}"))
-    if heads:
-        yield top()
+                address = int(row["Address"], 16)
+                first = first if table.instructions else address
+                table.instructions.append((address - first, row["Source"].strip(), samples))
+    if table is not None:
+        yield table
+
+
+def _places(text: str) -> dict[int, str]:
+    """Return line of the compiled text, which is many files in one -> "FILE:LINE source".
+
+    A file is found by a line with its neighbours. Where several files have them, or none, the line
+    of the text stays, which is kept beside the report.
+    """
+    # ncu does not escape quotes of the source, so that this is no CSV.
+    rows = {int(row[1]): row[2] for row in SOURCE_LINE.finditer(text)}
+    compiled = [rows.get(number, "") for number in range(1, max(rows, default=0) + 1)]
+    files: dict[tuple[str, ...], list[str]] = {}
+    for path in sorted(KERNELS.rglob("*")):
+        if path.suffix in (".h", ".cu"):
+            for number, key in enumerate(_with_neighbours(path.read_text().splitlines()), 1):
+                files.setdefault(key, []).append(f"{path.relative_to(KERNELS)}:{number}")
+    found = {}
+    for number, key in enumerate(_with_neighbours(compiled), 1):
+        places = files.get(key, [])
+        place = places[0] if len(places) == 1 else f"line {number}"
+        found[number] = f"{place} {key[1].strip()}"
+    return found
+
+
+def _with_neighbours(lines: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    return zip(["", *lines], lines, [*lines[1:], ""])  # noqa: B905 - the first is longer
+
+
+def _by_line(table: Table, lines: Lines, where: dict[int, str]) -> dict[str, float]:
+    """Return the samples of each line, whose instructions may lie apart."""
+    found: dict[str, float] = {}
+    for at, _text, samples in table.instructions:
+        number = lines.at(at)
+        if number is not None:
+            place = where.get(number, f"line {number}")
+            found[place] = found.get(place, 0) + samples
+    return found
+
+
+def _top(samples: dict[str, float], count: int = 5) -> list[str]:
+    """Return what has the most samples."""
+    ordered = sorted(samples.items(), key=lambda item: -item[1])
+    return [f"{number:g}: {what}" for what, number in ordered[:count] if number]
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -353,10 +439,11 @@ class Profile:
         rows: list[dict[str, Any]] = []
         for (report, batches), of_report in zip(self._reports, texts, strict=True):
             try:
-                made = rows_of(of_report, batches)
-                if not made:
-                    raise ValueError("it has no kernel")
+                made = rows_of(of_report, batches, report.read_bytes())
                 rows += [row | {"report": report.name} for row in made]
+                expected = len(VERBS) * len(batches)
+                if len(made) < expected:
+                    raise ValueError(f"it was cut: {len(made)} of {expected} kernels")
             except Exception as error:  # of a version that writes otherwise
                 why = f"{type(error).__name__}: {error}"
                 rows.append({"report": report.name, "not_summarised": why})

@@ -282,3 +282,29 @@ def test_a_layout_that_is_none_for_the_scales(recipe: str | None, layout: str, w
     case = Case(tokens=(1,), hidden_size=128, recipe=recipe, scales_layout=layout)
     with pytest.raises(ConfigError, match=words):
         MoeAllToAll.check(case.config(0))
+
+
+def test_other_bits_of_a_nan_from_the_caller() -> None:
+    """Only where the caller has quantised on a GPU, only scales, and only NaN beside NaN."""
+    case = Case(name="NaN", tokens=(16, 16), hidden_size=128, capacity=16)
+    case = cases.with_formats(case, "fp8_block")
+    inputs, seen = cases.make_inputs(case), cases.run_case(case, rounds=1)[0]
+    compare.check_received(case, inputs, seen)
+
+    def with_scales(changed: Callable[[torch.Tensor], torch.Tensor]) -> list[Seen]:
+        return [
+            mine._replace(payloads=(*mine.payloads[:2], changed(mine.payloads[2]))) for mine in seen
+        ]
+
+    other_nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    of_a_gpu = with_scales(lambda scales: torch.where(scales.isnan(), other_nan, scales))
+    compare.check_received(case, inputs, of_a_gpu, any_nan=True)
+    with pytest.raises(AssertionError, match=r"payload 2: first .* nan instead of nan"):
+        compare.check_received(case, inputs, of_a_gpu)
+    for wrong in (
+        with_scales(lambda scales: torch.where(scales.isnan(), 1.0, scales)),
+        with_scales(lambda scales: torch.full_like(scales, torch.nan)),
+        with_scales(lambda scales: scales * 2),
+    ):
+        with pytest.raises(AssertionError, match=r"payload 2: first difference"):
+            compare.check_received(case, inputs, wrong, any_nan=True)

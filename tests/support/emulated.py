@@ -728,8 +728,10 @@ def check_case(
         )
         results = [ranks.run_round(inputs, n % case.num_channels) for n in range(rounds)]
     near = backend.approximates
+    # Whoever calls a layer on a GPU quantises there.
+    any_nan = post_quant and backend.device.type == "cuda"
     for seen in results:
-        check_round(case, inputs, seen, near=near)
+        check_round(case, inputs, seen, near=near, any_nan=any_nan)
         for mine, first in zip(seen, results[0], strict=True):
             compare.assert_same_bits(mine.combined, first.combined, f"{case.name}: a later run")
 
@@ -739,9 +741,16 @@ def with_ctas(case: Case, ctas: int) -> Case:
     return dataclasses.replace(case, num_threads=ctas)
 
 
-def check_round(case: Case, inputs: list[Inputs], seen: list[Seen], *, near: bool = False) -> None:
+def check_round(
+    case: Case,
+    inputs: list[Inputs],
+    seen: list[Seen],
+    *,
+    near: bool = False,
+    any_nan: bool = False,
+) -> None:
     compare.check_slots(case, inputs, seen)
-    compare.check_received(case, inputs, seen, near=near)
+    compare.check_received(case, inputs, seen, near=near, any_nan=any_nan)
     compare.check_combined(case, inputs, seen, near=near)
 
 

@@ -105,16 +105,9 @@ def test_numbers_rehearsed(tmp_path: Path) -> None:
     (group,) = result(tmp_path, "lm-head")["groups"]
     weights = {row["split_weight_bytes"] / row["replicated_weight_bytes"] for row in group["rows"]}
     assert weights == {512 / 1000}, "half of the vocabulary, rounded up to 16"
-    rows = result(tmp_path, "launch")["rows"]
-    by_hand, by_call, by_op = (
-        rows[name]["median_us"]
-        for name in (
-            "driver: cuLaunchKernelEx by cuda.bindings",
-            "dispatch: MoeAllToAll",
-            "dispatch: torch op",
-        )
-    )
-    assert 0 < by_hand < min(by_call, by_op)
+    launch = result(tmp_path, "launch")
+    assert launch["driver"].startswith("stand-in, runs the kernels"), "whose faults it would tell"
+    assert {"dispatch: MoeAllToAll", "combine: torch op"} < launch["rows"].keys()
 
 
 def test_breadth_rehearsed(tmp_path: Path) -> None:
@@ -170,7 +163,8 @@ def test_benchmarks_take_the_options_of_the_stages() -> None:
     for step in STEPS.values():
         if "bench_moe_comm.py" in step.command[0]:
             request = options.parse("", step.command[1:])
-            assert request.options.ep_size == 8
+            ranks = 2 if step.name.startswith("two-ranks") else 8
+            assert request.options.ep_size == ranks
             assert (request.options.device, request.options.emulate_ranks) == ("cuda", True)
 
 
@@ -179,7 +173,10 @@ def test_again_refuses(tmp_path: Path) -> None:
         (["again", "nosuch"], "no step is called nosuch; the steps are doctor, real, "),
         (["again"], "again which step?"),
         (["smoke", "doctor"], "smoke takes no names; on_gpu.sh again doctor does"),
-        (["again", "cases", "rounds", "processes"], "may take 640 s, and one call has 480 s"),
+        (
+            ["again", "cases", "rounds", "processes"],
+            f"may take 640 s, and one call has {AGAIN_S:g} s",
+        ),
         (["everything"], "invalid choice: 'everything'"),
     ):
         status, said = run(tmp_path, *arguments)
@@ -193,14 +190,30 @@ def test_without_a_gpu(tmp_path: Path) -> None:
     carried = tmp_path / "carried"
     (carried / "kernels").mkdir(parents=True)
     (carried / "kernels/0123.cubin").write_bytes(b"code")
+    (carried / "commit").write_text("89abcde-dirty\n")
+    (carried / "unknown").mkdir()
     cache = tmp_path / "cache"
     status, said = run(tmp_path, "smoke", CARRY=str(carried), MOE_NVLINK_CACHE_DIR=str(cache))
     assert status == 2
     assert "nothing could run: torch sees no CUDA device" in said
     assert "carried  1 kernels, no FlashInfer (benchmarks/carry.sh packs it)" in said
     assert (cache / "0123.cubin").read_bytes() == b"code"
+    assert [path.name for path in cache.glob("*") if path.suffix != ".lock"] == ["0123.cubin"]
+    assert re.search(r"^commit   89abcde-dirty$", said, re.MULTILINE), "not of the copy's history"
     (summary,) = tmp_path.glob("*-gpu-smoke.json")
     assert "no CUDA device" in json.loads(summary.read_text())["nothing_could_run"]
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="a copy without its history")
+def test_the_commit_is_carried(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        return subprocess.check_output(["git", *arguments], cwd=ROOT, text=True).strip()
+
+    carry = ["bash", str(ROOT / "benchmarks/carry.sh"), "--commit"]
+    subprocess.run(carry, env=os.environ | {"CARRY": str(tmp_path)}, check=True)
+    dirty = "-dirty" if git("diff", "--name-only", "HEAD") else ""
+    assert (tmp_path / "commit").read_text() == f"{git('rev-parse', '--short', 'HEAD')}{dirty}\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["commit"]
 
 
 # Steps that go wrong.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moe_nvlink_plugin.jit import cache, nvrtc
-from tests.gpu import profiled
+from tests.gpu import line_table, profiled
 from tests.gpu.watched import CANNOT_RUN
 from tests.support import emulated
 
@@ -66,12 +66,6 @@ def raw(kernels: int) -> str:
     return "\n".join(["==PROF== of what", quoted(*HEADS), quoted(*[""] * len(HEADS)), *rows])
 
 
-def lines(kernels: int) -> str:
-    table = [quoted("#", "Source", "Warp Stall Sampling (All Samples)")]
-    table += [quoted(n, f"line {n};", n % 7) for n in range(20)]
-    return "\n".join(f"{quoted('Kernel Name', 'any')}\n" + "\n".join(table) for _ in range(kernels))
-
-
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that says what the stand-in for ncu does."""
@@ -79,7 +73,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "ncu").write_text(NCU)
     (folder / "ncu").chmod(0o755)
-    for name, text in (("raw", raw(4)), ("details", "text"), ("cuda", lines(4)), ("sass", "?")):
+    for name, text in (("raw", raw(4)), ("details", "text"), ("cuda", "?"), ("sass", "?")):
         (folder / name).write_text(text)
     (folder / "size").write_text("1000")
     cached = tmp_path / "cache"
@@ -115,8 +109,7 @@ def test_reports_text_and_source_stay(
     assert first["kernel"] == "moe_nvlink_emulated_dispatch"
     assert (first["duration_us"], first["registers"], first["l2_percent"]) == (12.5, 64, None)
     assert first["stalls"] == {"long_scoreboard": 9.25, "math": 2.0, "barrier": 1.5}
-    assert first["top_lines"][:2] == ["6: 6 line 6;", "6: 13 line 13;"]
-    assert "top_instructions" not in first, "a text that is no table"
+    assert not {"top_lines", "top_instructions"} & first.keys(), "texts that are no tables"
     assert "moe_nvlink_emulated_combine, 2048 tokens: duration_us 12.5" in capsys.readouterr().out
     left = {path.name.removeprefix("2026-h100-ncu") for path in tmp_path.glob("2026*")}
     texts = {
@@ -128,7 +121,7 @@ def test_reports_text_and_source_stay(
     )
 
 
-@pytest.mark.parametrize("text", ["", "an error", quoted(*HEADS), raw(3)])
+@pytest.mark.parametrize("text", ["", "an error", quoted(*HEADS), raw(5)])
 def test_a_report_stays_whatever_its_text_is(tmp_path: Path, fake: Path, text: str) -> None:
     (fake / "raw").write_text(text)
     status, found = measure(tmp_path)
@@ -136,6 +129,61 @@ def test_a_report_stays_whatever_its_text_is(tmp_path: Path, fake: Path, text: s
     assert len(list(tmp_path.glob("*.ncu-rep"))) == len(profiled.GROUPS)
     assert found["rows"], "the step counts them"
     assert all("not_summarised" in row or row["tokens"] is None for row in found["rows"])
+
+
+def test_a_group_that_was_cut_keeps_what_there_is(tmp_path: Path, fake: Path) -> None:
+    (fake / "raw").write_text(raw(3))
+    _status, found = measure(tmp_path)
+    assert [row.get("tokens") for row in found["rows"][:4]] == [16, 16, 2048, None]
+    assert found["rows"][3]["not_summarised"] == "ValueError: it was cut: 3 of 4 kernels"
+
+
+def test_kernels_in_another_order(tmp_path: Path, fake: Path) -> None:
+    (fake / "raw").write_text(raw(4).replace("_combine", "_dispatch"))
+    _status, found = measure(tmp_path)
+    assert {row["tokens"] for row in found["rows"]} == {None}
+
+
+# What ncu 2025.3 said of an H200. Of the report only combine's table of lines is left.
+
+
+def real_texts() -> dict[str, str]:
+    folder = Path(__file__).with_name("of_ncu")
+    return {f"{kind}.csv": (folder / f"{kind}.csv").read_text() for kind in REAL}
+
+
+REAL = ("raw", "lines", "instructions")
+REPORT = gzip.decompress((Path(__file__).with_name("of_ncu") / "ncu-rep.gz").read_bytes())
+
+
+def test_lines_of_real_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = "HD bool has_arrived(uint32_t mark) const {\n"
+    arrived = "return halves[1] >> 16 == mark && halves[3] >> 16 == mark;"
+    (tmp_path / "units.h").write_text(f"// 1\n  {header}    {arrived}\n  }}\n")
+    monkeypatch.setattr(profiled, "KERNELS", tmp_path)
+    rows = profiled.rows_of(real_texts(), (16, 2048), REPORT)
+    assert [row["tokens"] for row in rows] == [16, 16, 2048, 2048]
+    assert [row["duration_us"] for row in rows] == [46.656, 27.328, 588.064, 495.456]
+    assert rows[0]["top_instructions"][0] == "684: +0xbac0 SHF.R.U32.HI R52, RZ, 0x10, R17"
+    combine = rows[1]
+    assert combine["top_instructions"][0] == "662: +0x5160 SHF.R.U32.HI R48, RZ, 0x10, R17"
+    assert combine["top_lines"][0] == f"662: units.h:3 {arrived}", "a file of ours"
+    place = "line 3414 {data0, (data1 & 0xffffu) | mark << 16"
+    assert combine["top_lines"][1].startswith(f"607: {place}"), "a line that no file has now"
+    assert "top_lines" not in rows[0], "no table says its lines"
+
+
+@pytest.mark.parametrize("report", [b"", REPORT[:6000], REPORT.replace(b"\2\0", b"\3\0")])
+def test_a_report_without_a_table_of_lines(report: bytes) -> None:
+    rows = profiled.rows_of(real_texts(), (16, 2048), report)
+    assert len(rows) == 4
+    assert all("top_instructions" in row and "top_lines" not in row for row in rows)
+
+
+def test_lines_of_a_whole_function() -> None:
+    (found,) = line_table.lines_of(REPORT).values()
+    assert len(found.offsets) == 852
+    assert [found.at(offset) for offset in (0, 0x10, 0x20, -16)] == [7401, 7404, 279, None]
 
 
 def test_a_report_too_large_is_made_without_source(tmp_path: Path, fake: Path) -> None:

@@ -161,7 +161,7 @@ NUMBERS = Stage(
                 "launch",
                 30,
                 "benchmarks/bench_launch.py --driver real --output_file {results}-launch.json",
-                "--driver fake --batches 5",
+                "--driver emulated --batches 2 --tokens 4",
             ),
         ),
         (_BULK,),

@@ -1,0 +1,26 @@
+"""benchmarks/bench_launch.py on a stand-in driver whose launches run the kernels."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def launch(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "benchmarks/bench_launch.py", "--driver", "emulated", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_every_dispatch_has_its_combine(tmp_path: Path) -> None:
+    """Kernels report one that has not, and the next call raises it: bare launches count too."""
+    written = tmp_path / "launch.json"
+    done = launch("--batches", "2", "--tokens", "4", "--output_file", str(written))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(written.read_text())
+    assert found["driver"].startswith("stand-in, runs the kernels")
+    assert len(found["rows"]) == 8
+    assert all(row["median_us"] > 0 for row in found["rows"].values())
