@@ -84,8 +84,8 @@ HD void send_parts_of_tokens(const DispatchArgs& args, const Cta& cta, const Sma
     RouteIds<Config> ids;
     ids.load(args, cta, item.token);
     if (is_first) round.load_state(args, role);
-    find_route<Config>(args, cta, shared.owners, item.token, ids, item.part == 0, route);
     if (is_first) await_previous_round(args, cta, round, &shared.faulted);
+    find_route<Config>(args, cta, shared.owners, item.token, ids, item.part == 0, route);
     if (cta.thread < num_pieces) piece_in(staged, cta.thread) = piece;
     for (int i = cta.thread + cta.num_threads; i < num_pieces; i += cta.num_threads) {
       piece_in(staged, i) =
