@@ -21,9 +21,12 @@ MAX_EXPERT_COUNTS = 2**16
 
 #: The most that small_tokens may be.
 MAX_SMALL_TOKENS = env.MAX_SMALL_TOKENS
-#: What small_tokens is on a GPU if nobody says. With 64 tokens the third that units add to the
-#: bytes costs more than the fences that they save (modelled: benchmarks/README.md, ptx_clock.py).
+#: What small_tokens and small_combine_tokens are on a GPU if nobody says. Above them, units cost
+#: more than the fences and the trip to the peers that they save. With near memory, and two ranks
+#: on an H200, dispatch gains up to 40 tokens and combine up to 12 (run: benchmarks/NOTES.md,
+#: 2026-11-26); 8 ranks send four times the rows, and far memory favours units (estimate).
 GPU_SMALL_TOKENS = 32
+GPU_SMALL_COMBINE_TOKENS = 8
 #: Bytes of memory that the staging of small batches may take on a rank, for each channel.
 MAX_STAGING_BYTES = 128 * 2**20
 
@@ -123,13 +126,15 @@ class AllToAllConfig:
             GPU may place them on any SMs. None takes MOE_NVLINK_MAX_SMS; if that is unset, all SMs.
             May differ by rank. Several channels, or several ranks on one GPU, lower the limit to
             their share.
-        small_tokens: most tokens of a rank for which dispatch and combine use the kernels for small
-            batches, 0..64; 0: none. It counts against the bound of a call, so all ranks of a round
-            use the same kernels. Their rows carry their own flags and take staging memory. `create`
-            lowers the number to max_tokens_per_rank, and until the staging takes at most 128 MiB;
-            with a quantising recipe it is 0 if the payloads of a token take more than 16 KiB. None
-            takes MOE_NVLINK_SMALL_TOKENS; if that is unset, 32 on GPUs and 0 on CPU ranks, where a
-            fence costs nothing.
+        small_tokens: most tokens of a rank for which dispatch uses the kernel for small batches,
+            0..64; 0: none. It counts against the bound of a call, so all ranks of a round use the
+            same kernels. Their rows carry their own flags and take staging memory. `create` lowers
+            the number to max_tokens_per_rank, and until the staging takes at most 128 MiB; with a
+            quantising recipe it is 0 if the payloads of a token take more than 16 KiB. None takes
+            MOE_NVLINK_SMALL_TOKENS; if that is unset, 32 on GPUs and 0 on CPU ranks, where a fence
+            costs nothing.
+        small_combine_tokens: the same for combine; `create` lowers it to small_tokens. None: as
+            small_tokens, if that or its variable is set; else 8 on GPUs and 0 on CPU ranks.
         combine_dtypes: types beside `dtype` in which combine takes and returns rows, call by call.
             `create` loads their kernels, because the first call may be captured, and makes room
             for rows of hidden_size elements of the widest type.
@@ -183,6 +188,7 @@ class AllToAllConfig:
     num_threads: int | None = None
     max_sms: int | None = None
     small_tokens: int | None = None
+    small_combine_tokens: int | None = None
     combine_dtypes: tuple[torch.dtype, ...] = ()
     extra_payload_bytes: tuple[int, ...] = ()
     received_ids: str | int = "global"
@@ -213,8 +219,9 @@ class AllToAllConfig:
         check_int("num_threads", self.num_threads, 1, env.MAX_HOST_THREADS)
         if self.max_sms is not None:
             check_int("max_sms", self.max_sms, 1, env.MAX_SMS)
-        if self.small_tokens is not None:
-            check_int("small_tokens", self.small_tokens, 0, MAX_SMALL_TOKENS)
+        for name in ("small_tokens", "small_combine_tokens"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 0, MAX_SMALL_TOKENS)
         check_int("num_expert_counts", self.num_expert_counts, 0, MAX_EXPERT_COUNTS)
         for row_bytes in self.extra_payload_bytes:
             check_int("extra_payload_bytes", row_bytes, 1, 2**24)

@@ -30,7 +30,8 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "MOE_NVLINK_MAX_SMS": ("unset", "SMs that each of our kernels may fill; unset: all SMs"),
     "MOE_NVLINK_SMALL_TOKENS": (
         "32 on GPUs, 0 on CPU ranks",
-        "most tokens of a rank that travel by the kernels for small batches; 0: none",
+        "most tokens of a rank that travel by the kernels for small batches; 0: none. Unset: "
+        "combine takes its own up to 8",
     ),
     "MOE_NVLINK_COMBINE": (
         "bf16",

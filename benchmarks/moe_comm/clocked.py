@@ -30,7 +30,7 @@ from benchmarks.moe_comm import options, peer_cake, peer_launches, peer_source, 
 from benchmarks.moe_comm.terms import VERBS, Work
 from moe_nvlink_plugin.config import GPU_SMALL_TOKENS, MAX_SMALL_TOKENS, AllToAllConfig
 from moe_nvlink_plugin.exchange import arguments, launches, shapes
-from moe_nvlink_plugin.exchange.sizes import layer_layout, payload_rows, small_tokens
+from moe_nvlink_plugin.exchange.sizes import layer_layout, payload_rows, with_small_tokens
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.launch.shape import MOST_THREADS, Limits, Shape
 from moe_nvlink_plugin.plugins import find_recipe
@@ -224,7 +224,7 @@ class Ours(Layer):
     def _small_tokens(self) -> int:
         """Return the layer's small_tokens: none, unless a batch of the work is small."""
         asked = self._config(0, self.most_small_tokens)
-        found = small_tokens(asked, find_recipe(asked), on_gpu=True)
+        found = with_small_tokens(asked, find_recipe(asked), on_gpu=True).small_tokens or 0
         return found if self.work.tokens <= found else 0
 
     def _config(self, rank: int, small_tokens: int) -> AllToAllConfig:

@@ -283,8 +283,7 @@ def config_of(options: Options, rank: int, tokens: int) -> AllToAllConfig:
     """
     patience_s = 10.0 if options.device == "cuda" else options.timeout_s
     config = dataclasses.replace(options.config(rank, tokens), timeout_s=patience_s)
-    most = sizes.small_tokens(config, find_recipe(config), on_gpu=True)
-    return dataclasses.replace(config, small_tokens=most)
+    return sizes.with_small_tokens(config, find_recipe(config), on_gpu=True)
 
 
 def device_of(options: Options) -> str:

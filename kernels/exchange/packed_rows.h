@@ -77,31 +77,41 @@ HD Piece load_piece(const DispatchArgs& args, const PieceOrigin& origin, int tok
   return piece;
 }
 
-// Stores a piece to its place in a received row.
-HD void store_piece(const DispatchArgs& args, const PieceOrigin& origin, int64_t slot,
-                    const Piece& piece) {
-  const Payload& payload = args.payloads[origin.payload];
-  char* target = region_of(args, args.geometry.ep_rank, payload.region) +
-                 slot * static_cast<int64_t>(payload.row_bytes) + origin.offset;
-  // A region lies on the boundary of a vector.
-  const int width = piece_width(0, origin, payload.row_bytes);
-  if (width == kPieceBytes) {
-    store_vector(target, *reinterpret_cast<const Vector<kPieceBytes>*>(&piece));
-  } else if (width >= 4) {
-    MOE_NVLINK_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      if (4 * i < origin.bytes) {
-        store_word(reinterpret_cast<uint32_t*>(target) + i, piece.words[i]);
+// Where a piece of received rows goes.
+struct PieceTarget {
+  PieceOrigin origin;
+  int width;           // of the accesses
+  char* first;         // of slot 0
+  uint32_t row_bytes;  // of the payload
+
+  HD PieceTarget(const DispatchArgs& args, int packed_offset)
+      : origin(piece_origin(args, packed_offset)) {
+    const Payload& payload = args.payloads[origin.payload];
+    row_bytes = static_cast<uint32_t>(payload.row_bytes);
+    first = region_of(args, args.geometry.ep_rank, payload.region) + origin.offset;
+    width = piece_width(0, origin, payload.row_bytes);  // a region lies on a vector's boundary
+  }
+
+  HD void store(uint32_t slot, const Piece& piece) const {
+    char* target = first + static_cast<uint64_t>(slot) * row_bytes;
+    if (width == kPieceBytes) {
+      store_vector(target, *reinterpret_cast<const Vector<kPieceBytes>*>(&piece));
+    } else if (width >= 4) {
+      MOE_NVLINK_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        if (4 * i < origin.bytes) {
+          store_word(reinterpret_cast<uint32_t*>(target) + i, piece.words[i]);
+        }
+      }
+    } else {
+      MOE_NVLINK_UNROLL
+      for (int i = 0; i < kPieceBytes; ++i) {
+        if (i >= origin.bytes) break;
+        store_word(reinterpret_cast<uint8_t*>(target) + i,
+                   static_cast<uint8_t>(piece.words[i / 4] >> i % 4 * 8));
       }
     }
-  } else {
-    MOE_NVLINK_UNROLL
-    for (int i = 0; i < kPieceBytes; ++i) {
-      if (i >= origin.bytes) break;
-      store_word(reinterpret_cast<uint8_t*>(target) + i,
-                 static_cast<uint8_t>(piece.words[i / 4] >> i % 4 * 8));
-    }
   }
-}
+};
 
 }  // namespace moe_nvlink

@@ -62,7 +62,7 @@ HD void count_sent_rows(const DispatchArgs& args, const Cta& cta, Shared& shared
   tokens.load(args, cta, args.geometry.num_tokens, ids_are_wide<Config>(args));
   MOE_NVLINK_ROLLED
   for (int rank = group_of(cta); rank < args.geometry.ep_size;
-       rank += num_routing_groups(args, cta)) {
+       rank += num_counting_groups(args, cta)) {
     const uint32_t count = tokens.with(cta, experts_of(rank, shared.owners), top_k);
     if (lane_of(cta) == 0) shared.sent[rank] = is_active(args, rank) ? count : 0;
   }
@@ -85,7 +85,7 @@ template <class Config, class Shared>
 HD void publish_small_round(const DispatchArgs& args, const Cta& cta, const SmallRound& round,
                             Shared& shared) {
   const Geometry& geometry = args.geometry;
-  if (group_of(cta) < num_routing_groups(args, cta)) count_sent_rows<Config>(args, cta, shared);
+  if (group_of(cta) < num_counting_groups(args, cta)) count_sent_rows<Config>(args, cta, shared);
   await_previous_round(args, cta, round, &shared.faulted);
   cta.sync();  // sent is whole; the peers' cells are free
   const bool has_failed = shared.faulted != 0;

@@ -43,55 +43,56 @@ struct ReceivedIds {
   }
 };
 
-// A part of a received row. Parts are numbered place by place of the slices; in a place, source by
-// source, in an order that begins with another source at every place. So a source that sends many
-// rows, where the others send few, does not fall to few CTAs.
-struct ReceivedItem {
-  int place;  // of the row in the slice of its source
-  int index;  // of the source in this place's order
-  int part;
+// A received row. Rows are numbered place by place of the slices; in a place, source by source, in an
+// order that begins with another source at every place. So a source that sends many rows, where the
+// others send few, does not fall to few CTAs.
+struct ReceivedRow {
+  int place;   // of the row in the slice of its source
+  int index;   // of the source in this place's order
   int source;  // (index + place) % ep_size
 };
 
-// The items of one receiver: every num_receivers-th, from its own number on. From arguments only.
+// What one receiver takes: one part of every rows-th row, or, if parts outnumber the receivers, several
+// parts of all rows. So what depends on the part is computed once. From arguments only.
 struct ReceivedShare {
+  int part;       // the first
+  int part_step;  // to the next
   int parts;
   int ep_size;
-  ReceivedItem first;
-  ReceivedItem step;
+  ReceivedRow first;
+  ReceivedRow step;
 
   HD ReceivedShare(const DispatchArgs& args, const SmallRole& role)
-      : parts(num_parts(args)),
-        ep_size(args.geometry.ep_size),
-        // The last share is CTA F's, which publishes first. If there are fewer parts, it has none.
-        first(item_at(role.publishes() ? role.num_receivers - 1 : role.receiver - 1)),
-        step(item_at(role.num_receivers)) {}
-
-  HD ReceivedItem item_at(int number) const {
-    const int row = number / parts;
-    const int place = row / ep_size;
-    const int index = row - place * ep_size;
-    return ReceivedItem{place, index, number - row * parts, (index + place) % ep_size};
+      : parts(num_parts(args)), ep_size(args.geometry.ep_size) {
+    // The last share is CTA F's, which publishes first. If a share is left over, it is this one.
+    const int number = role.publishes() ? role.num_receivers - 1 : role.receiver - 1;
+    const int columns = role.num_receivers / parts;
+    const int column = number / parts;
+    part = columns > 0 ? number - column * parts : number;
+    part_step = columns > 0 ? parts : role.num_receivers;
+    first = row_at(columns > 0 ? column : 0);
+    step = row_at(columns > 0 ? columns : 1);
+    if (columns > 0 && column >= columns) part = parts;
   }
 
-  HD ReceivedItem after(const ReceivedItem& item) const {
-    int part = item.part + step.part;
-    int index = item.index + step.index;
-    // As (index + place) grows, its remainder grows by as much: step.source, and one for each carry.
-    int source = item.source + step.source;
-    int place = item.place + step.place;
-    if (part >= parts) {
-      part -= parts;
-      ++index;
-      ++source;
-    }
+  HD ReceivedRow row_at(int row) const {
+    const int place = row / ep_size;
+    const int index = row - place * ep_size;
+    return ReceivedRow{place, index, (index + place) % ep_size};
+  }
+
+  HD ReceivedRow after(const ReceivedRow& row) const {
+    int index = row.index + step.index;
+    // As (index + place) grows, its remainder grows by as much: step.source, and one for a carry.
+    int source = row.source + step.source;
+    int place = row.place + step.place;
     if (index >= ep_size) {
       index -= ep_size;
       ++place;
       ++source;  // the index has lost ep_size, which is no change of the remainder
     }
     while (source >= ep_size) source -= ep_size;
-    return ReceivedItem{place, index, part, source};
+    return ReceivedRow{place, index, source};
   }
 };
 
@@ -163,32 +164,64 @@ HD int most_rows(const DispatchArgs& args, const Cta& cta, const Shared& shared)
   return static_cast<int>(cta.max_of_lanes<Cta::kExchangeThreads>(most));
 }
 
-// Brings a part's units into shared memory and clears them.
-HD void take_units(const DispatchArgs& args, const Cta& cta, const ReceivedItem& item,
-                   uint32_t epoch, Patience& patience, char* staged) {
-  const int bytes = bytes_of_part(args, item.part);
+// A warp takes a part's units in chunks of its own: as many as a warp of a GPU has lanes, whose bytes
+// are whole pieces. So no warp waits for another one.
+constexpr int kChunkUnits = 32;
+constexpr int kChunkBytes = kChunkUnits * kUnitDataBytes;
+static_assert(kChunkBytes % kPieceBytes == 0 && kPartBytes % kChunkBytes == 0);
+// The first chunk has all ids and weights.
+static_assert(2 * kMaxTopK * 4 <= kChunkBytes);
+
+HD int warp_of(const Cta& cta) {
+  return cta.thread / Cta::kWarpThreads;
+}
+HD int lane_of_warp(const Cta& cta) {
+  return cta.thread % Cta::kWarpThreads;
+}
+
+// What a warp takes of each of its rows.
+struct ReceivedChunk {
+  int first_byte;  // in the packed row
+  int bytes;
+  char* units;          // of row 0 of slice 0
+  uint32_t row_stride;  // from a slot's units to the next slot's
+
+  HD ReceivedChunk(const DispatchArgs& args, int part, int chunk)
+      : first_byte(part * kPartBytes + chunk * kChunkBytes),
+        units(packed_row_at(args, args.geometry.ep_rank, 0, 0) +
+              (static_cast<int64_t>(part) * kPartUnits + chunk * kChunkUnits) * kUnitBytes),
+        row_stride(static_cast<uint32_t>(units_of(static_cast<int>(args.packed_bytes))) *
+                   kUnitBytes) {
+    const int left = bytes_of_part(args, part) - chunk * kChunkBytes;
+    bytes = left < kChunkBytes ? left : kChunkBytes;
+  }
+};
+
+// Brings a row's chunk into shared memory and clears its units.
+HD void take_units(const DispatchArgs& args, const Cta& cta, const ReceivedChunk& chunk,
+                   uint32_t slot, int source, uint32_t epoch, Patience& patience, char* staged) {
   uint32_t* words = reinterpret_cast<uint32_t*>(staged);
-  char* units = packed_row_at(args, args.geometry.ep_rank, item.source, item.place) +
-                static_cast<int64_t>(item.part) * kPartUnits * kUnitBytes;
-  for (int i = cta.thread; i < units_of(bytes); i += cta.num_threads) {
+  char* units = chunk.units + static_cast<uint64_t>(slot) * chunk.row_stride;
+  MOE_NVLINK_ROLLED
+  for (int i = lane_of_warp(cta); i < units_of(chunk.bytes); i += Cta::kWarpThreads) {
     uint32_t data[3] = {0, 0, 0};
     Unit unit;
     if (see_unit(units + i * kUnitBytes, mark_of(epoch), patience, unit)) {
       clear_unit(units + i * kUnitBytes);
       unit.unpack(data);
     } else {
-      report_fault(args, args.control.dispatch_cells, kFaultTimeout, kPhaseDispatch, item.source,
-                   epoch, patience);
+      report_fault(args, args.control.dispatch_cells, kFaultTimeout, kPhaseDispatch, source, epoch,
+                   patience);
     }
     MOE_NVLINK_UNROLL
     for (int word = 0; word < 3; ++word) {
-      if (3 * i + word < bytes / 4) words[3 * i + word] = data[word];
+      if (3 * i + word < chunk.bytes / 4) words[3 * i + word] = data[word];
     }
   }
 }
 
-// Stores a row's ids and weights as the experts read them. Threads from the CTA's end on, which have
-// no vector of the part.
+// Stores a row's ids and weights as the experts read them. The lanes from the warp's end on, which
+// have no piece of the chunk.
 HD void store_choices(const DispatchArgs& args, const Cta& cta, const ReceivedIds& received,
                       int64_t slot, const char* staged) {
   const Payload& ids = args.payloads[kTopkIdsPayload];
@@ -199,7 +232,8 @@ HD void store_choices(const DispatchArgs& args, const Cta& cta, const ReceivedId
   int32_t* weight_row = reinterpret_cast<int32_t*>(region_of(args, rank, weights.region)) + first;
   const int32_t* words = reinterpret_cast<const int32_t*>(staged);
   const int first_weight = static_cast<int>(args.packed_offsets[kTopkWeightsPayload] / 4);
-  for (int k = cta.num_threads - 1 - cta.thread; k < args.geometry.top_k; k += cta.num_threads) {
+  for (int k = Cta::kWarpThreads - 1 - lane_of_warp(cta); k < args.geometry.top_k;
+       k += Cta::kWarpThreads) {
     const int32_t id = words[k];
     const int32_t weight = words[first_weight + k];
     const bool keeps = received.keeps(args, id);
@@ -229,37 +263,64 @@ HD void lay_out_piece(const DispatchArgs& args, const PieceOrigin& origin, int64
   }
 }
 
-HD void store_part(const DispatchArgs& args, const Cta& cta, const ReceivedIds& received,
-                   const ReceivedItem& item, const char* staged) {
-  const int64_t slot =
-      static_cast<int64_t>(item.source) * args.geometry.max_tokens_per_rank + item.place;
-  const int num_pieces = bytes_of_part(args, item.part) / kPieceBytes;
-  for (int i = cta.thread; i < num_pieces; i += cta.num_threads) {
-    const PieceOrigin origin = piece_origin(args, item.part * kPartBytes + i * kPieceBytes);
-    if (origin.payload < kFirstCallerPayload) continue;
+// Stores a row's chunk. `lanes_own`: where the lane's first piece goes.
+HD void store_chunk(const DispatchArgs& args, const Cta& cta, const ReceivedIds& received,
+                    const ReceivedChunk& chunk, const PieceTarget& lanes_own, uint32_t slot,
+                    const char* staged) {
+  const int first = lane_of_warp(cta);
+  MOE_NVLINK_ROLLED
+  for (int i = first; i < chunk.bytes / kPieceBytes; i += Cta::kWarpThreads) {
+    const PieceTarget target =
+        i == first ? lanes_own : PieceTarget(args, chunk.first_byte + i * kPieceBytes);
+    if (target.origin.payload < kFirstCallerPayload) continue;
     const Piece piece = piece_in(staged, i);
-    store_piece(args, origin, slot, piece);
-    if (origin.payload == kFirstCallerPayload + 1 && args.scales_layout != kScalesLayoutLinear) {
-      lay_out_piece(args, origin, slot, piece);
+    target.store(slot, piece);
+    if (target.origin.payload == kFirstCallerPayload + 1 &&
+        args.scales_layout != kScalesLayoutLinear) {
+      lay_out_piece(args, target.origin, slot, piece);
     }
   }
-  if (item.part == 0) store_choices(args, cta, received, slot, staged);
+  if (chunk.first_byte == 0) store_choices(args, cta, received, slot, staged);
 }
 
-// Receives this CTA's parts. As in send_parts_of_tokens(), a barrier for each part and two halves.
+// Receives a chunk of all rows of this CTA's share. A barrier of the warp stands between what its lanes
+// stage and its use. The next row is staged in the other half, and the one after it in this half again,
+// after a barrier that every lane that still reads this half must pass too.
+template <class Shared>
+HD void receive_chunk(const DispatchArgs& args, const Cta& cta, const ReceivedShare& share,
+                      const ReceivedIds& received, const ReceivedChunk& chunk, int most,
+                      uint32_t epoch, Patience& patience, char* staged, const Shared& shared) {
+  const PieceTarget lanes_own(args, chunk.first_byte + lane_of_warp(cta) * kPieceBytes);
+  int turn = 0;
+  MOE_NVLINK_ROLLED
+  for (ReceivedRow row = share.first; row.place < most; row = share.after(row)) {
+    if (row.place >= shared.counts[row.source]) continue;
+    const uint32_t slot =
+        static_cast<uint32_t>(row.source * args.geometry.max_tokens_per_rank + row.place);
+    char* half = staged + turn * kPartBytes;
+    take_units(args, cta, chunk, slot, row.source, epoch, patience, half);
+    cta.sync_warp();  // the chunk is whole
+    store_chunk(args, cta, received, chunk, lanes_own, slot, half);
+    turn = 1 - turn;
+  }
+}
+
+// Receives this CTA's share.
 template <class Shared>
 HD void receive_parts(const DispatchArgs& args, const Cta& cta, const ReceivedShare& share,
                       const ReceivedIds& received, uint32_t epoch, Shared& shared) {
   const int most = most_rows(args, cta, shared);
   Patience patience(args.timeout_ns);
-  int turn = 0;
-  for (ReceivedItem item = share.first; item.place < most; item = share.after(item)) {
-    if (item.place >= shared.counts[item.source]) continue;
-    char* staged = shared.staged + turn * kPartBytes;
-    take_units(args, cta, item, epoch, patience, staged);
-    cta.sync();  // the part is whole
-    store_part(args, cta, received, item, staged);
-    turn = 1 - turn;
+  MOE_NVLINK_ROLLED
+  for (int part = share.part; part < share.parts; part += share.part_step) {
+    const int bytes = bytes_of_part(args, part);
+    MOE_NVLINK_ROLLED
+    for (int chunk = warp_of(cta); chunk * kChunkBytes < bytes;
+         chunk += cta.num_threads / Cta::kWarpThreads) {
+      receive_chunk(args, cta, share, received, ReceivedChunk(args, part, chunk), most, epoch,
+                    patience, shared.staged + chunk * kChunkBytes, shared);
+      cta.sync_warp();  // the last row has been read
+    }
   }
 }
 

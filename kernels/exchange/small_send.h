@@ -81,14 +81,11 @@ HD void send_parts_of_tokens(const DispatchArgs& args, const Cta& cta, const Sma
       piece =
           load_piece(args, piece_origin(args, first_byte + cta.thread * kPieceBytes), item.token);
     }
-    const bool routes = group_of(cta) < num_routing_groups(args, cta);
     RouteIds<Config> ids;
-    if (routes) ids.load(args, cta, item.token);
+    ids.load(args, cta, item.token);
     if (is_first) round.load_state(args, role);
-    if (routes) {
-      find_route<Config>(args, cta, shared.owners, item.token, ids, item.part == 0, route);
-    }
     if (is_first) await_previous_round(args, cta, round, &shared.faulted);
+    find_route<Config>(args, cta, shared.owners, item.token, ids, item.part == 0, route);
     if (cta.thread < num_pieces) piece_in(staged, cta.thread) = piece;
     for (int i = cta.thread + cta.num_threads; i < num_pieces; i += cta.num_threads) {
       piece_in(staged, i) =
@@ -177,13 +174,10 @@ struct QuantiseAndSendTokens {
     bool is_first = true;
     for (int token = role.sender; token < args.geometry.num_tokens; token += role.num_senders) {
       if (!is_first) cta.sync();  // the row before has been read
-      const bool routes = group_of(cta) < num_routing_groups(args, cta);
       stage(quantising, token);
-      if (routes) {
-        RouteIds<Config> ids;
-        ids.load(args, cta, token);
-        find_route<Config>(args, cta, shared.owners, token, ids, true, shared.routes[0]);
-      }
+      RouteIds<Config> ids;
+      ids.load(args, cta, token);
+      find_route<Config>(args, cta, shared.owners, token, ids, true, shared.routes[0]);
       if (is_first) await_previous_round(args, cta, round, &shared.faulted);
       cta.sync();  // the row and its route are whole; the peers' staging is free (P12)
       if (shared.faulted == 0) {

@@ -66,9 +66,9 @@ HD int lane_of(const Cta& cta) {
   return cta.thread % Cta::kExchangeThreads;
 }
 
-// Threads at the end of the CTA wait for the peers: they have no vector of a part. The groups before
-// them find the route.
-HD int num_routing_groups(const DispatchArgs& args, const Cta& cta) {
+// Threads at the end of the CTA wait for the peers: they have no vector of a part. CTA F counts with
+// the groups before them.
+HD int num_counting_groups(const DispatchArgs& args, const Cta& cta) {
   const int waiting = (args.geometry.ep_size + Cta::kExchangeThreads - 1) / Cta::kExchangeThreads;
   const int rest = num_groups(cta) - waiting;
   return rest > 1 ? rest : 1;

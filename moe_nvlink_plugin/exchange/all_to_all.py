@@ -145,8 +145,7 @@ class MoeAllToAll:
         # Equal on all ranks: they agree on the rest, and have devices of one kind. Before they have
         # agreed, an error here would be this rank's alone, and the others would wait for it.
         on_gpu = workspace.executor.asynchronous
-        small_tokens = sizes.small_tokens(config, recipe, on_gpu=on_gpu)
-        config = dataclasses.replace(config, small_tokens=small_tokens)
+        config = sizes.with_small_tokens(config, recipe, on_gpu=on_gpu)
         number = workspace.ensure(lambda alignment: sizes.layer_layout(config, recipe, alignment))
         try:
             layer = all_or_none(

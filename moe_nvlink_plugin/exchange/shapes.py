@@ -74,22 +74,27 @@ class SmallSizes(NamedTuple):
             in dispatch, where a CTA puts a row to all its targets.
         received_rows: rows that a rank receives for each token that it sends, if the router is
             balanced; 1 in combine, where a CTA adds the rows of a token.
+        sent_cost: time that a CTA needs for a sent part, in any unit.
+        received_cost: time that a CTA needs for a received part, in the same unit.
+        fixed_parts: whether a receiver takes the same part of all its rows, so that as many
+            receivers should take each part.
     """
 
     send_parts: int
     receive_parts: int
     sent_rows: int = 1
     received_rows: int = 1
+    sent_cost: float = 1.0
+    received_cost: float = 1.0
+    fixed_parts: bool = False
 
 
 def small_shape(num_tokens: int, sizes: SmallSizes, limits: Limits) -> Shape:
     """Return the launch shape of a kernel for small batches; `splits` is the number of senders.
 
     Each part of a row gets a CTA while they fit. A rank without tokens receives all the same, so
-    both roles have a CTA at least. If not all parts fit, the role with fewer parts gets a CTA for
-    each of them, up to half of all CTAs, and the CTAs of the other role take several parts. In
-    dispatch those are the receivers, which wait anyway; in combine they are the senders, each of
-    whose CTAs has several parts on their way together.
+    both roles have a CTA at least. If not all parts fit, each role gets CTAs as its parts take
+    time.
     """
     threads = min(FEW_THREADS, limits.max_threads)
     most = limits.resident(threads)
@@ -100,9 +105,12 @@ def small_shape(num_tokens: int, sizes: SmallSizes, limits: Limits) -> Shape:
     # One more, for the CTA that signals the peers before it receives.
     receiving = tokens * sizes.received_rows * sizes.receive_parts + 1
     if sending + receiving > most:
-        fewer = min(sending, receiving, most // 2)
-        sending = fewer if sending <= receiving else most - fewer
-        receiving = most - sending
+        sent, received = sending * sizes.sent_cost, receiving * sizes.received_cost
+        senders = min(sending, max(round(most * sent / (sent + received)), 1), most - 1)
+        receiving = min(receiving, most - senders)
+        if sizes.fixed_parts and receiving > sizes.receive_parts:
+            receiving -= receiving % sizes.receive_parts
+        sending = min(sending, most - receiving)
     return Shape(sending + receiving, threads, sending)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 import torch
 
 from moe_nvlink_plugin.config import (
+    GPU_SMALL_COMBINE_TOKENS,
     GPU_SMALL_TOKENS,
     MAX_CALLER_PAYLOADS,
     MAX_STAGING_BYTES,
@@ -130,16 +132,29 @@ def combines_small_batches(config: AllToAllConfig) -> bool:
     return config.combine == "bf16" and widest_combine_row(config) % 4 == 0
 
 
-def small_tokens(config: AllToAllConfig, recipe: Recipe, *, on_gpu: bool) -> int:
-    """Return the small_tokens of a layer: what its configuration asks for, and fits. Local."""
+def with_small_tokens(config: AllToAllConfig, recipe: Recipe, *, on_gpu: bool) -> AllToAllConfig:
+    """Return the configuration with limits of small batches: what it asks for, and fits. Local."""
     asked = config.small_tokens
+    asked_to_combine = config.small_combine_tokens
     if asked is None:
         asked = GPU_SMALL_TOKENS if on_gpu else 0
+        if asked_to_combine is None:
+            asked_to_combine = GPU_SMALL_COMBINE_TOKENS if on_gpu else 0
     packed = packed_bytes(row.row_bytes for row in payload_rows(config, recipe).values())
-    if isinstance(recipe, QuantisingRecipe) and packed > MAX_STAGED_BYTES:
-        return 0
     token_bytes = config.ep_size * sum(_staging_rows(config, packed).values())
-    return min(asked, config.max_tokens_per_rank, MAX_STAGING_BYTES // token_bytes)
+    most = min(asked, config.max_tokens_per_rank, MAX_STAGING_BYTES // token_bytes)
+    if isinstance(recipe, QuantisingRecipe) and packed > MAX_STAGED_BYTES:
+        most = 0
+    to_combine = most if asked_to_combine is None else min(asked_to_combine, most)
+    return dataclasses.replace(config, small_tokens=most, small_combine_tokens=to_combine)
+
+
+def small_combine_tokens(config: AllToAllConfig) -> int:
+    """Return up to how many tokens of a rank combine uses the kernel for small batches. Local."""
+    if not combines_small_batches(config):
+        return 0
+    limit = config.small_combine_tokens
+    return (config.small_tokens or 0) if limit is None else limit
 
 
 def _staging_rows(config: AllToAllConfig, packed_bytes: int) -> dict[str, int]:
@@ -166,7 +181,10 @@ def _data_sizes(config: AllToAllConfig, recipe: Recipe) -> dict[str, int]:
     if config.small_tokens:
         packed = packed_bytes(row.row_bytes for row in rows.values())
         for name, row_bytes in _staging_rows(config, packed).items():
-            sizes[name] = config.ep_size * config.small_tokens * row_bytes  # slice s: by rank s
+            combines = name != "dispatch_staging"
+            tokens = small_combine_tokens(config) if combines else config.small_tokens
+            if tokens:
+                sizes[name] = config.ep_size * tokens * row_bytes  # slice s: by rank s
     if config.num_expert_counts:
         sizes |= _counts_sizes(config)
     return sizes

@@ -128,16 +128,18 @@ def test_a_release_of_each_unit_is_noticed() -> None:
 
 
 def sender_waits_once(code: tuple[Instruction, ...]) -> bool:
-    """In warps that route a piece of the row, the ids of the token and of two before it, and the
-    epoch; in those that wait for peers a piece, the epoch and the fault word.
+    """For a piece of the row, the ids of the token and of two before it, and the epoch; in warps that
+    wait for peers also for the fault word.
     """
     epoch = f"+{structs()['LocalControl'].combined_epoch.offset:#x}]"
     routes = waits = False
     for way in loads_in_flight(code):
         names = [code[i].name for i in way]
         if any(code[i].operands.endswith(epoch) for i in way):
-            routes |= names.count("LDG.E.128") == 1 + 3 * COMMON_TOP_K * 4 // 16
-            waits |= names.count("LDG.E.128") == 1 and "LDG.E.64.STRONG.SYS" in names
+            if names.count("LDG.E.128") != 1 + 3 * COMMON_TOP_K * 4 // 16:
+                continue
+            routes = True
+            waits |= "LDG.E.64.STRONG.SYS" in names
     return routes and waits
 
 

@@ -27,9 +27,9 @@ from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.exchange import arguments, checks
 from moe_nvlink_plugin.exchange.sizes import (
-    combines_small_batches,
     layer_layout,
     payload_rows,
+    small_combine_tokens,
 )
 from moe_nvlink_plugin.jit import cache, host, nvrtc
 from moe_nvlink_plugin.jit.header import constants, structs
@@ -362,9 +362,10 @@ def config_of(case: Case, timeout_s: float = 10.0) -> Callable[[int], AllToAllCo
     return lambda rank: dataclasses.replace(case.config(rank), timeout_s=timeout_s)
 
 
-def is_small(config: AllToAllConfig) -> bool:
-    """Whether rounds of the whole capacity go through the kernels for small batches."""
-    return config.max_tokens_per_rank <= (config.small_tokens or 0)
+def is_small(config: AllToAllConfig, verb: str = "dispatch") -> bool:
+    """Whether a verb of the whole capacity goes through the kernel for small batches."""
+    most = small_combine_tokens(config) if verb == "combine" else config.small_tokens or 0
+    return config.max_tokens_per_rank <= most
 
 
 class EmulatedRanks:
@@ -493,7 +494,7 @@ class EmulatedRanks:
         """The kernel that the product would launch for a verb."""
         if not is_small(self.config):
             return name
-        if name == "combine" and not combines_small_batches(self.config):
+        if name == "combine" and not is_small(self.config, "combine"):
             return name
         return _SMALL[name]
 

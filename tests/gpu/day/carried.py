@@ -31,7 +31,7 @@ from moe_nvlink_plugin.exchange import launches, survivors
 from moe_nvlink_plugin.exchange.arguments import quantiser_code
 from moe_nvlink_plugin.exchange.kernels import MEET
 from moe_nvlink_plugin.exchange.launches import LayerLaunches
-from moe_nvlink_plugin.exchange.sizes import payload_rows, small_tokens
+from moe_nvlink_plugin.exchange.sizes import payload_rows, with_small_tokens
 from moe_nvlink_plugin.jit import nvrtc
 from moe_nvlink_plugin.launch.base import Budget
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
@@ -56,10 +56,9 @@ def layer(config: AllToAllConfig, *, pdl: bool = True, ranks_on_device: int = 1)
     recipe = find_recipe(config)
     row_bytes = {name: row.row_bytes for name, row in payload_rows(config, recipe).items()}
     quantiser = quantiser_code(recipe, config.hidden_size)
-    most = small_tokens(config, recipe, on_gpu=True)
     executor = CudaExecutor(DEVICE)
     executor.pdl = executor.pdl and pdl
-    resolved = dataclasses.replace(config, small_tokens=most)
+    resolved = with_small_tokens(config, recipe, on_gpu=True)
     LayerLaunches(executor, resolved, row_bytes, quantiser, ranks_on_device)
     budget = Budget(1, None, config.ep_size, config.num_channels, ranks_on_device)
     family = launches.variant(resolved, quantiser)
