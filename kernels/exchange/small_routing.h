@@ -154,18 +154,18 @@ struct RouteIds {
   }
 };
 
-// Fills `route`, and the token's row of send_slots if `writes_slots`. All threads of the CTA call it,
-// whose next barrier publishes the route. Padding has no targets.
+// Fills `route`, and the token's row of send_slots if `writes_slots`. The first `groups` groups of the
+// CTA call it, whose next barrier publishes the route. Padding has no targets.
 template <class Config>
 HD void find_route(const DispatchArgs& args, const Cta& cta, const ExpertOwners& owners, int token,
-                   const RouteIds<Config>& ids, bool writes_slots, SmallRoute& route) {
+                   const RouteIds<Config>& ids, bool writes_slots, int groups, SmallRoute& route) {
   const Geometry& geometry = args.geometry;
   const int top_k = top_k_of<Config>(geometry);
   const bool stays = is_padding(args, token);
   int32_t* send_slots =
       reinterpret_cast<int32_t*>(args.send_slots) + static_cast<int64_t>(token) * top_k;
   MOE_NVLINK_ROLLED
-  for (int k = group_of(cta); k < top_k; k += num_groups(cta)) {
+  for (int k = group_of(cta); k < top_k; k += groups) {
     const int owner = active_owner_of(args, ids.own.at(k, top_k), owners);
     const int rank = owner == kNoSlot ? 0 : owner;
     const ExpertRange range = experts_of(rank, owners);

@@ -84,8 +84,12 @@ HD void send_parts_of_tokens(const DispatchArgs& args, const Cta& cta, const Sma
     RouteIds<Config> ids;
     ids.load(args, cta, item.token);
     if (is_first) round.load_state(args, role);
+    // The groups that wait for the peers before the first item find no route then.
+    const int groups = is_first ? num_counting_groups(args, cta) : num_groups(cta);
+    if (group_of(cta) < groups) {
+      find_route<Config>(args, cta, shared.owners, item.token, ids, item.part == 0, groups, route);
+    }
     if (is_first) await_previous_round(args, cta, round, &shared.faulted);
-    find_route<Config>(args, cta, shared.owners, item.token, ids, item.part == 0, route);
     if (cta.thread < num_pieces) piece_in(staged, cta.thread) = piece;
     for (int i = cta.thread + cta.num_threads; i < num_pieces; i += cta.num_threads) {
       piece_in(staged, i) =
@@ -175,9 +179,12 @@ struct QuantiseAndSendTokens {
     for (int token = role.sender; token < args.geometry.num_tokens; token += role.num_senders) {
       if (!is_first) cta.sync();  // the row before has been read
       stage(quantising, token);
-      RouteIds<Config> ids;
-      ids.load(args, cta, token);
-      find_route<Config>(args, cta, shared.owners, token, ids, true, shared.routes[0]);
+      const int groups = is_first ? num_counting_groups(args, cta) : num_groups(cta);
+      if (group_of(cta) < groups) {
+        RouteIds<Config> ids;
+        ids.load(args, cta, token);
+        find_route<Config>(args, cta, shared.owners, token, ids, true, groups, shared.routes[0]);
+      }
       if (is_first) await_previous_round(args, cta, round, &shared.faulted);
       cta.sync();  // the row and its route are whole; the peers' staging is free (P12)
       if (shared.faulted == 0) {

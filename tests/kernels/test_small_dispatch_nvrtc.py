@@ -128,19 +128,15 @@ def test_a_release_of_each_unit_is_noticed() -> None:
 
 
 def sender_waits_once(code: tuple[Instruction, ...]) -> bool:
-    """For a piece of the row, the ids of the token and of two before it, and the epoch; in warps that
-    wait for peers also for the fault word.
+    """For a piece of the row, the ids of the token and of two before it, and the epoch. Warps that
+    wait for peers look at the fault word after that, while the others find the route.
     """
     epoch = f"+{structs()['LocalControl'].combined_epoch.offset:#x}]"
-    routes = waits = False
-    for way in loads_in_flight(code):
-        names = [code[i].name for i in way]
-        if any(code[i].operands.endswith(epoch) for i in way):
-            if names.count("LDG.E.128") != 1 + 3 * COMMON_TOP_K * 4 // 16:
-                continue
-            routes = True
-            waits |= "LDG.E.64.STRONG.SYS" in names
-    return routes and waits
+    return any(
+        [code[i].name for i in way].count("LDG.E.128") == 1 + 3 * COMMON_TOP_K * 4 // 16
+        and any(code[i].operands.endswith(epoch) for i in way)
+        for way in loads_in_flight(code)
+    )
 
 
 @each_architecture
