@@ -21,12 +21,8 @@ MAX_EXPERT_COUNTS = 2**16
 
 #: The most that small_tokens may be.
 MAX_SMALL_TOKENS = env.MAX_SMALL_TOKENS
-#: What small_tokens and small_combine_tokens are on a GPU if nobody says. Above them, units cost
-#: more than the fences and the trip to the peers that they save. With near memory, and two ranks
-#: on an H200, dispatch gains up to 40 tokens and combine up to 12 (run: benchmarks/NOTES.md,
-#: 2026-11-26); 8 ranks send four times the rows, and far memory favours units (estimate).
+#: The most that small_tokens is on a GPU if nobody says; exchange/small_batches.py lowers it.
 GPU_SMALL_TOKENS = 32
-GPU_SMALL_COMBINE_TOKENS = 8
 #: Bytes of memory that the staging of small batches may take on a rank, for each channel.
 MAX_STAGING_BYTES = 128 * 2**20
 
@@ -131,10 +127,12 @@ class AllToAllConfig:
             same kernels. Their rows carry their own flags and take staging memory. `create` lowers
             the number to max_tokens_per_rank, and until the staging takes at most 128 MiB; with a
             quantising recipe it is 0 if the payloads of a token take more than 16 KiB. None takes
-            MOE_NVLINK_SMALL_TOKENS; if that is unset, 32 on GPUs and 0 on CPU ranks, where a fence
-            costs nothing.
+            MOE_NVLINK_SMALL_TOKENS; if that is unset, as many tokens as these kernels gain for, but
+            at most 32, on GPUs (32 at 8 ranks with all SMs of an H200, hidden_size 7168, top_k 8),
+            and 0 on CPU ranks, where a fence costs nothing.
         small_combine_tokens: the same for combine; `create` lowers it to small_tokens. None: as
-            small_tokens, if that or its variable is set; else 8 on GPUs and 0 on CPU ranks.
+            small_tokens, if that or its variable is set; else as many as it gains for on GPUs (10
+            there), and 0 on CPU ranks.
         combine_dtypes: types beside `dtype` in which combine takes and returns rows, call by call.
             `create` loads their kernels, because the first call may be captured, and makes room
             for rows of hidden_size elements of the widest type.

@@ -31,7 +31,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "MOE_NVLINK_SMALL_TOKENS": (
         "32 on GPUs, 0 on CPU ranks",
         "most tokens of a rank that travel by the kernels for small batches; 0: none. Unset: "
-        "combine takes its own up to 8",
+        "as many as gain, at most 32, and fewer in combine",
     ),
     "MOE_NVLINK_COMBINE": (
         "bf16",

@@ -29,8 +29,13 @@ from typing_extensions import Self
 from benchmarks.moe_comm import options, peer_cake, peer_launches, peer_source, routers
 from benchmarks.moe_comm.terms import VERBS, Work
 from moe_nvlink_plugin.config import GPU_SMALL_TOKENS, MAX_SMALL_TOKENS, AllToAllConfig
-from moe_nvlink_plugin.exchange import arguments, launches, shapes
-from moe_nvlink_plugin.exchange.sizes import layer_layout, payload_rows, with_small_tokens
+from moe_nvlink_plugin.exchange import arguments, shapes
+from moe_nvlink_plugin.exchange.sizes import layer_layout, payload_rows
+from moe_nvlink_plugin.exchange.small_batches import (
+    small_combine_sizes,
+    small_dispatch_sizes,
+    with_small_tokens,
+)
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.launch.shape import MOST_THREADS, Limits, Shape
 from moe_nvlink_plugin.plugins import find_recipe
@@ -224,7 +229,7 @@ class Ours(Layer):
     def _small_tokens(self) -> int:
         """Return the layer's small_tokens: none, unless a batch of the work is small."""
         asked = self._config(0, self.most_small_tokens)
-        found = with_small_tokens(asked, find_recipe(asked), on_gpu=True).small_tokens or 0
+        found = with_small_tokens(asked, find_recipe(asked), 0).small_tokens or 0
         return found if self.work.tokens <= found else 0
 
     def _config(self, rank: int, small_tokens: int) -> AllToAllConfig:
@@ -303,9 +308,9 @@ class Ours(Layer):
     def _small_sizes(self, verb: str) -> shapes.SmallSizes:
         config = self._configs[0]
         if verb == "combine":
-            return launches.small_combine_sizes(config, config.dtype.itemsize)
+            return small_combine_sizes(config, config.dtype.itemsize)
         row_bytes = {name: row.row_bytes for name, row in self._rows.items()}
-        return launches.small_dispatch_sizes(config, row_bytes, 0)
+        return small_dispatch_sizes(config, row_bytes, 0)
 
     def _launches(self, verb: str, rank: int) -> list[Launch]:
         name = f"small_{verb}" if self._small else verb

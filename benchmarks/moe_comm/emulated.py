@@ -29,12 +29,13 @@ from typing import Any
 import torch
 
 from benchmarks.columns import print_headings
-from moe_nvlink_plugin import AllToAllConfig
-from moe_nvlink_plugin.exchange import shapes, sizes
-from moe_nvlink_plugin.exchange.launches import (
-    LayerLaunches,
+from moe_nvlink_plugin import AllToAllConfig, driver
+from moe_nvlink_plugin.exchange import shapes
+from moe_nvlink_plugin.exchange.launches import LayerLaunches
+from moe_nvlink_plugin.exchange.small_batches import (
     small_combine_sizes,
     small_dispatch_sizes,
+    with_small_tokens,
 )
 from moe_nvlink_plugin.launch import shape
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
@@ -283,7 +284,12 @@ def config_of(options: Options, rank: int, tokens: int) -> AllToAllConfig:
     """
     patience_s = 10.0 if options.device == "cuda" else options.timeout_s
     config = dataclasses.replace(options.config(rank, tokens), timeout_s=patience_s)
-    return sizes.with_small_tokens(config, find_recipe(config), on_gpu=True)
+    return with_small_tokens(config, find_recipe(config), sms_of_a_rank(options))
+
+
+def sms_of_a_rank(options: Options) -> int:
+    """Return a rank's share of the GPU's SMs; a rehearsal has one GPU of an H200's for each."""
+    return driver.device(0).num_sms // options.ep_size if options.device == "cuda" else 132
 
 
 def device_of(options: Options) -> str:

@@ -30,6 +30,7 @@ from . import checks, ops, sizes
 from .calls import Combine, Dispatch, Dispatched, DispatchMetadata
 from .in_flight import InFlight
 from .layer import LayerExchange
+from .small_batches import with_small_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -141,11 +142,10 @@ class MoeAllToAll:
             "preparing the exchange",
             lambda: _prepare(config, ranks, torch.device(device), share_with),
         )
-        _check_agreement(config, ranks, workspace, shares=share_with is not None)
-        # Equal on all ranks: they agree on the rest, and have devices of one kind. Before they have
-        # agreed, an error here would be this rank's alone, and the others would wait for it.
-        on_gpu = workspace.executor.asynchronous
-        config = sizes.with_small_tokens(config, recipe, on_gpu=on_gpu)
+        num_sms = _check_agreement(config, ranks, workspace, shares=share_with is not None)
+        # Equal on all ranks, which agree on the rest. Before they have agreed, an error here would
+        # be this rank's alone, and the others would wait for it.
+        config = with_small_tokens(config, recipe, num_sms)
         number = workspace.ensure(lambda alignment: sizes.layer_layout(config, recipe, alignment))
         try:
             layer = all_or_none(
@@ -575,18 +575,24 @@ def _prepare(
 
 def _check_agreement(
     config: AllToAllConfig, group: Group, workspace: Workspace[Executor], *, shares: bool
-) -> None:
+) -> int:
     """Check that configurations agree, and that all ranks share the same workspace or none.
 
     Otherwise some ranks would wait in the collective step that grows a workspace.
+
+    Returns:
+        How many SMs a launch may fill, of all ranks the fewest.
     """
+    num_sms = workspace.executor.num_sms() // config.num_channels
+    num_sms = min(num_sms, config.max_sms or num_sms)
     values = {
         field.name: str(getattr(config, field.name))
         for field in dataclasses.fields(config)
         if field.name not in _OWN_FIELDS
     }
     values["share_with"] = f"a layer of workspace {workspace.name}" if shares else "None"
-    everyones = group.all_gather_object((values, workspace.name))
-    refuse_differences([theirs for theirs, _name in everyones])
+    everyones = group.all_gather_object((values, workspace.name, num_sms))
+    refuse_differences([theirs for theirs, _name, _num_sms in everyones])
     if not shares:
         workspace.name = everyones[0][1]
+    return min(int(of_rank) for _theirs, _name, of_rank in everyones)

@@ -13,11 +13,9 @@ from moe_nvlink_plugin.launch.kernel import ELEMENT, Variant
 
 from .arguments import all_ids_travel, combine_code
 from .kernels import COMBINE, DISPATCH, LAYER, QUANTISER, SMALL_COMBINE, SMALL_DISPATCH
-from .shapes import LAID_OUT_WEIGHT, CombineSizes, DispatchSizes, SmallSizes, quantising_lanes
-from .sizes import combine_dtypes, packed_bytes, small_combine_tokens
-
-#: Bytes of a packed row that one CTA of a small batch stages (kPartBytes of config.h).
-PART_BYTES = 3072
+from .shapes import LAID_OUT_WEIGHT, CombineSizes, DispatchSizes, quantising_lanes
+from .sizes import combine_dtypes, small_combine_tokens
+from .small_batches import small_combine_sizes, small_dispatch_sizes
 
 
 def variant(config: AllToAllConfig, quantiser: int) -> Variant:
@@ -35,52 +33,6 @@ def variant(config: AllToAllConfig, quantiser: int) -> Variant:
         combine=combine_code(config),
         expert_counts=1 if config.num_expert_counts else 0,
     )
-
-
-def small_dispatch_sizes(
-    config: AllToAllConfig, row_bytes: Mapping[str, int], quantiser: int
-) -> SmallSizes:
-    """Return what the launch shape of a small batch's dispatch depends on.
-
-    Args:
-        config: the layer's configuration.
-        row_bytes: as for `LayerLaunches`.
-        quantiser: as for `variant`; a CTA quantises whole rows.
-    """
-    parts = shape.ceil_div(packed_bytes(row_bytes.values()), PART_BYTES)
-    targets = _rows_per_token(config)
-    sent_parts = 1 if quantiser else parts
-    cost = parts / sent_parts * _cost(_SENT_TO_TARGETS, targets)
-    return SmallSizes(sent_parts, parts, received_rows=targets, sent_cost=cost, fixed_parts=True)
-
-
-def small_combine_sizes(config: AllToAllConfig, element_bytes: int) -> SmallSizes:
-    """Return what the launch shape of a small batch's combine depends on.
-
-    Args:
-        config: the layer's configuration.
-        element_bytes: bytes of an element of the experts' rows.
-    """
-    parts = shape.ceil_div(config.hidden_size * element_bytes, PART_BYTES)
-    rows = _rows_per_token(config)
-    return SmallSizes(parts, parts, sent_rows=rows, received_cost=_cost(_SUM_OF_ROWS, rows))
-
-
-#: What a CTA needs to put a part to n targets, in times that it needs to receive a part; and to add
-#: up a part of n rows, in times that it needs to send a part: (for none, for each). Of the splits
-#: tried on an H200 at 2 and at 8 targets, these give the best (run: benchmarks/NOTES.md,
-#: 2026-11-26).
-_SENT_TO_TARGETS = (10 / 6, 1 / 6)
-_SUM_OF_ROWS = (2.0, 1 / 3)
-
-
-def _cost(costs: tuple[float, float], count: int) -> float:
-    return costs[0] + count * costs[1]
-
-
-def _rows_per_token(config: AllToAllConfig) -> int:
-    """Return how many ranks get a token's row at most."""
-    return min(config.ep_size, config.top_k)
 
 
 class LayerLaunches:

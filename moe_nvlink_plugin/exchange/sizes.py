@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 
 import torch
 
 from moe_nvlink_plugin.config import (
-    GPU_SMALL_COMBINE_TOKENS,
-    GPU_SMALL_TOKENS,
     MAX_CALLER_PAYLOADS,
-    MAX_STAGING_BYTES,
     AllToAllConfig,
 )
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.memory.layout import REGION_ALIGNMENT, ROOM, WorkspaceLayout
-from moe_nvlink_plugin.recipes import PayloadRow, QuantisingRecipe, Recipe, combine_formats
+from moe_nvlink_plugin.recipes import PayloadRow, Recipe, combine_formats
 
 from . import scales_layout
 
@@ -27,8 +23,6 @@ PACKED_ALIGNMENT = 16
 #: Regions of counts per expert: what all ranks have counted, the same on its way, this rank's
 #: counters.
 COUNTS_REGIONS = ("expert_counts", "expert_counts_staging", "expert_counters")
-#: Most bytes of a packed row that dispatch quantises (kMaxStagedBytes of config.h).
-MAX_STAGED_BYTES = 16384
 
 
 def layer_layout(
@@ -132,23 +126,6 @@ def combines_small_batches(config: AllToAllConfig) -> bool:
     return config.combine == "bf16" and widest_combine_row(config) % 4 == 0
 
 
-def with_small_tokens(config: AllToAllConfig, recipe: Recipe, *, on_gpu: bool) -> AllToAllConfig:
-    """Return the configuration with limits of small batches: what it asks for, and fits. Local."""
-    asked = config.small_tokens
-    asked_to_combine = config.small_combine_tokens
-    if asked is None:
-        asked = GPU_SMALL_TOKENS if on_gpu else 0
-        if asked_to_combine is None:
-            asked_to_combine = GPU_SMALL_COMBINE_TOKENS if on_gpu else 0
-    packed = packed_bytes(row.row_bytes for row in payload_rows(config, recipe).values())
-    token_bytes = config.ep_size * sum(_staging_rows(config, packed).values())
-    most = min(asked, config.max_tokens_per_rank, MAX_STAGING_BYTES // token_bytes)
-    if isinstance(recipe, QuantisingRecipe) and packed > MAX_STAGED_BYTES:
-        most = 0
-    to_combine = most if asked_to_combine is None else min(asked_to_combine, most)
-    return dataclasses.replace(config, small_tokens=most, small_combine_tokens=to_combine)
-
-
 def small_combine_tokens(config: AllToAllConfig) -> int:
     """Return up to how many tokens of a rank combine uses the kernel for small batches. Local."""
     if not combines_small_batches(config):
@@ -157,8 +134,8 @@ def small_combine_tokens(config: AllToAllConfig) -> int:
     return (config.small_tokens or 0) if limit is None else limit
 
 
-def _staging_rows(config: AllToAllConfig, packed_bytes: int) -> dict[str, int]:
-    """Return region name -> bytes of one row's units."""
+def staging_rows(config: AllToAllConfig, packed_bytes: int) -> dict[str, int]:
+    """Return region name -> bytes of one row's units, for a packed row of so many bytes. Local."""
     rows = {"dispatch_staging": staged_bytes(packed_bytes)}
     if combines_small_batches(config):
         for parity in ("even", "odd"):
@@ -180,7 +157,7 @@ def _data_sizes(config: AllToAllConfig, recipe: Recipe) -> dict[str, int]:
         sizes[name] = slots * row.row_bytes  # of those rows, written by combine for the peers
     if config.small_tokens:
         packed = packed_bytes(row.row_bytes for row in rows.values())
-        for name, row_bytes in _staging_rows(config, packed).items():
+        for name, row_bytes in staging_rows(config, packed).items():
             combines = name != "dispatch_staging"
             tokens = small_combine_tokens(config) if combines else config.small_tokens
             if tokens:

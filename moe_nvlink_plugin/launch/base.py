@@ -72,6 +72,10 @@ class Executor(WorkspaceExecutor, Protocol):
         """Whether a launch returns before the kernel has run."""
         ...
 
+    def num_sms(self) -> int:
+        """Return how many SMs the kernels may use; 0 on CPU ranks. Local."""
+        ...
+
     def synchronize(self) -> None:
         """Wait until this thread's stream has done all its work. Local; not capturable."""
         ...

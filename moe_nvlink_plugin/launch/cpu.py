@@ -85,6 +85,11 @@ class HostExecutor:
     """Runs the host build of the kernels. The kernels of each caller have their own threads."""
 
     asynchronous = False
+
+    def num_sms(self) -> int:
+        """Return 0."""
+        return 0
+
     captured = False
 
     def is_capturing(self) -> bool:

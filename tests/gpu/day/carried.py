@@ -31,7 +31,8 @@ from moe_nvlink_plugin.exchange import launches, survivors
 from moe_nvlink_plugin.exchange.arguments import quantiser_code
 from moe_nvlink_plugin.exchange.kernels import MEET
 from moe_nvlink_plugin.exchange.launches import LayerLaunches
-from moe_nvlink_plugin.exchange.sizes import payload_rows, with_small_tokens
+from moe_nvlink_plugin.exchange.sizes import payload_rows
+from moe_nvlink_plugin.exchange.small_batches import with_small_tokens
 from moe_nvlink_plugin.jit import nvrtc
 from moe_nvlink_plugin.launch.base import Budget
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
@@ -58,7 +59,7 @@ def layer(config: AllToAllConfig, *, pdl: bool = True, ranks_on_device: int = 1)
     quantiser = quantiser_code(recipe, config.hidden_size)
     executor = CudaExecutor(DEVICE)
     executor.pdl = executor.pdl and pdl
-    resolved = with_small_tokens(config, recipe, on_gpu=True)
+    resolved = with_small_tokens(config, recipe, executor.num_sms())
     LayerLaunches(executor, resolved, row_bytes, quantiser, ranks_on_device)
     budget = Budget(1, None, config.ep_size, config.num_channels, ranks_on_device)
     family = launches.variant(resolved, quantiser)

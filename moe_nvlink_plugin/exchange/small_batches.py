@@ -1,0 +1,108 @@
+"""Small batches: up to how many tokens they have kernels of their own, and how CTAs share these.
+
+The numbers are those of an H200 with near memory, at 2 and at 8 ranks (run: benchmarks/NOTES.md,
+2026-11-26). Far memory favours the kernels for small batches, which wait for fewer trips.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from moe_nvlink_plugin.config import GPU_SMALL_TOKENS, MAX_STAGING_BYTES, AllToAllConfig
+from moe_nvlink_plugin.launch.shape import ceil_div
+from moe_nvlink_plugin.recipes import QuantisingRecipe, Recipe
+
+from .shapes import SmallSizes
+from .sizes import packed_bytes, payload_rows, staging_rows, widest_combine_row
+
+#: Bytes of a packed row that one CTA of a small batch stages (kPartBytes of config.h).
+PART_BYTES = 3072
+#: Most bytes of a packed row that dispatch quantises (kMaxStagedBytes of config.h).
+MAX_STAGED_BYTES = 16384
+
+#: What a CTA needs to put a part to n targets, in times that it needs to receive a part; and to add
+#: up a part of n rows, in times that it needs to send a part: (for none, for each). Of the splits
+#: tried, these give the best.
+_SENT_TO_TARGETS = (10 / 6, 1 / 6)
+_SUM_OF_ROWS = (2.0, 1 / 3)
+
+#: With so many received parts a CTA, dispatch for any size is as fast; with so many sent parts,
+#: combine for any size is.
+_MOST_PARTS_OF_DISPATCH, _MOST_PARTS_OF_COMBINE = 7.0, 2.5
+#: CTAs of these kernels on an SM, as they were tried.
+_CTAS_PER_SM = 2
+
+
+def with_small_tokens(config: AllToAllConfig, recipe: Recipe, num_sms: int) -> AllToAllConfig:
+    """Return the configuration with limits of small batches: what it asks for, and fits. Local.
+
+    Args:
+        config: the layer's configuration.
+        recipe: what travels.
+        num_sms: SMs that a launch may fill, of all ranks the fewest; 0 for CPU ranks, where a fence
+            costs nothing and nobody who does not ask for it gets these kernels.
+    """
+    rows = payload_rows(config, recipe)
+    packed = packed_bytes(row.row_bytes for row in rows.values())
+    asked, to_combine = config.small_tokens, config.small_combine_tokens
+    if asked is None:
+        asked = min(GPU_SMALL_TOKENS, _worth_it_in_dispatch(config, packed, num_sms))
+        if to_combine is None:
+            to_combine = _worth_it_in_combine(config, num_sms)
+    token_bytes = config.ep_size * sum(staging_rows(config, packed).values())
+    most = min(asked, config.max_tokens_per_rank, MAX_STAGING_BYTES // token_bytes)
+    if isinstance(recipe, QuantisingRecipe) and packed > MAX_STAGED_BYTES:
+        most = 0
+    to_combine = most if to_combine is None else min(to_combine, most)
+    return dataclasses.replace(config, small_tokens=most, small_combine_tokens=to_combine)
+
+
+def _worth_it_in_dispatch(config: AllToAllConfig, packed: int, num_sms: int) -> int:
+    targets = _rows_per_token(config)
+    token = ceil_div(packed, PART_BYTES) * (_cost(_SENT_TO_TARGETS, targets) + targets)
+    return int(_MOST_PARTS_OF_DISPATCH * _CTAS_PER_SM * num_sms / token)
+
+
+def _worth_it_in_combine(config: AllToAllConfig, num_sms: int) -> int:
+    rows = _rows_per_token(config)
+    token = ceil_div(widest_combine_row(config), PART_BYTES) * (rows + _cost(_SUM_OF_ROWS, rows))
+    return int(_MOST_PARTS_OF_COMBINE * _CTAS_PER_SM * num_sms / token)
+
+
+def small_dispatch_sizes(
+    config: AllToAllConfig, row_bytes: Mapping[str, int], quantiser: int
+) -> SmallSizes:
+    """Return what the launch shape of a small batch's dispatch depends on.
+
+    Args:
+        config: the layer's configuration.
+        row_bytes: name of the payload's region -> bytes of one token's row.
+        quantiser: kQuantiser* of config.h, or 0; with one, a CTA quantises whole rows.
+    """
+    parts = ceil_div(packed_bytes(row_bytes.values()), PART_BYTES)
+    targets = _rows_per_token(config)
+    sent_parts = 1 if quantiser else parts
+    cost = parts / sent_parts * _cost(_SENT_TO_TARGETS, targets)
+    return SmallSizes(sent_parts, parts, received_rows=targets, sent_cost=cost, fixed_parts=True)
+
+
+def small_combine_sizes(config: AllToAllConfig, element_bytes: int) -> SmallSizes:
+    """Return what the launch shape of a small batch's combine depends on.
+
+    Args:
+        config: the layer's configuration.
+        element_bytes: bytes of an element of the experts' rows.
+    """
+    parts = ceil_div(config.hidden_size * element_bytes, PART_BYTES)
+    rows = _rows_per_token(config)
+    return SmallSizes(parts, parts, sent_rows=rows, received_cost=_cost(_SUM_OF_ROWS, rows))
+
+
+def _cost(costs: tuple[float, float], count: int) -> float:
+    return costs[0] + count * costs[1]
+
+
+def _rows_per_token(config: AllToAllConfig) -> int:
+    """Return how many ranks get a token's row at most."""
+    return min(config.ep_size, config.top_k)

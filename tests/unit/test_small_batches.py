@@ -1,0 +1,71 @@
+"""Up to how many tokens a layer takes the kernels for small batches."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin.exchange.small_batches import with_small_tokens
+from moe_nvlink_plugin.launch.cpu import HostExecutor
+from moe_nvlink_plugin.plugins import find_recipe
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+
+H200_SMS = 132
+
+
+def limits(num_sms: int, **values: object) -> tuple[int | None, int | None]:
+    """Of dispatch and of combine, at DeepSeek-V3's sizes."""
+    usual = {"ep_size": 8, "ep_rank": 0, "num_experts": 256, "top_k": 8, "hidden_size": 7168}
+    config = AllToAllConfig(**{**usual, "max_tokens_per_rank": 256, **values})  # type: ignore[arg-type]
+    found = with_small_tokens(config, find_recipe(config), num_sms)
+    return found.small_tokens, found.small_combine_tokens
+
+
+@pytest.fixture(autouse=True)
+def nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOE_NVLINK_SMALL_TOKENS", raising=False)
+
+
+def test_as_many_as_they_gain_for() -> None:
+    assert limits(H200_SMS) == (32, 10)
+    assert limits(16) == (4, 1)
+    # Two ranks send a quarter of the rows; these limits were measured as 40 and 12.
+    assert limits(66, ep_size=2) == (32, 14)
+    assert limits(0) == (0, 0)
+
+
+def test_what_is_asked_for() -> None:
+    assert limits(H200_SMS, small_tokens=64) == (64, 64)
+    assert limits(0, small_tokens=16) == (16, 16)
+    assert limits(16, small_tokens=16, small_combine_tokens=3) == (16, 3)
+    assert limits(H200_SMS, small_combine_tokens=40) == (32, 32)
+    assert limits(H200_SMS, small_tokens=16, max_tokens_per_rank=7) == (7, 7)
+    assert limits(H200_SMS, combine="fp8_block")[0] == 32
+
+
+def test_the_variable_is_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_NVLINK_SMALL_TOKENS", "24")
+    assert limits(H200_SMS) == (24, 24)
+
+
+def test_ranks_take_the_limit_of_the_one_with_the_fewest_sms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """max_sms may differ by rank, but all ranks of a round launch the same kernels."""
+    monkeypatch.setattr(HostExecutor, "num_sms", lambda self: H200_SMS)
+
+    def rank_main(group: ThreadGroup) -> tuple[int | None, int | None]:
+        config = AllToAllConfig(
+            ep_size=2,
+            ep_rank=group.rank,
+            num_experts=8,
+            top_k=2,
+            hidden_size=7168,
+            max_tokens_per_rank=64,
+            max_sms=None if group.rank else 3,
+        )
+        with MoeAllToAll.create(config, group) as layer:
+            return layer.config.small_tokens, layer.config.small_combine_tokens
+
+    first, second = run_ranks(2, rank_main)
+    assert first == second == (2, 0)
