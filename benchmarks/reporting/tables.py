@@ -107,7 +107,12 @@ def _name(row: Row) -> str:
     """Name the backend; of emulated ranks, how they were launched, and which kernels of ours."""
     name = NAMES.get(row["backend"], row["backend"])
     launched = f"{name}, {row['launch']}" if "launch" in row else str(name)
-    return f"{launched}, kernels for small batches" if row.get("is_small") else launched
+    return f"{launched}, kernels {_small(row)}" if row.get("is_small") else launched
+
+
+def _small(row: Row) -> str:
+    """Say what the kernels of a small batch are for. Older rows do not tell combine's."""
+    return "for small batches" + ("" if row.get("combine_is_small", True) else " in dispatch alone")
 
 
 def _moe_comm_row(row: Row) -> list[str]:
@@ -156,7 +161,7 @@ def small_beside_bulk(small: Result, bulk: Result) -> str:
     for row in bulk.data["rows"]:
         if (other := first.get((row["launch"], row["tokens"]))) is None:
             continue
-        kernels = "for small batches" if other.get("is_small") else "bulk again"
+        kernels = _small(other) if other.get("is_small") else "bulk again"
         over = (other[phase]["median_us"] / row[phase]["median_us"] for phase in PHASES)
         for name, each, rest in (
             (kernels, other, [f"{value:.2f}" for value in over]),
@@ -191,6 +196,38 @@ def recipes(result: Result) -> str:
     method = (
         f"{layer(result)}; median of {result.options['iterations']} iterations, in brackets "
         "the quartiles of single iterations"
+    )
+    return shown(result, method, table(columns, body))
+
+
+def recipes_gpu(result: Result) -> str:
+    """Render the same of ranks emulated on a GPU: fused, of rows that were given, the quantiser."""
+    columns = ["tokens per rank", "verb", "format", "bytes to other ranks, per token"]
+    columns += ["us (quartiles)", "times faster than bf16", "rows given, us"]
+    columns += ["quantiser alone, us", "time over the quantiser's"]
+    ways = ("", " fused", " given rows", " quantiser alone")
+    of_format: dict[tuple[int, str, str], dict[str, Row]] = {}
+    for row in result.data["rows"]:
+        name, _, way = row["name"].partition(" ")
+        way = f" {way}" if way else ""
+        if way in ways:  # bf16 has turns with each recipe: its first ones are shown
+            key = row["tokens"], row["verb"], name
+            of_format.setdefault(key, {}).setdefault(way, row)
+    body = []
+    for (tokens, verb, name), rows in of_format.items():
+        row = rows.get(" fused") or rows[""]
+        rest = (rows.get(way) for way in ways[2:])
+        body.append(
+            [
+                *(str(tokens), verb, name, f"{row['wire_bytes_per_token']:.0f}", times(row)),
+                spread(row.get("times_bf16") if name != "bf16" else None),
+                *(us(found["median_us"]) if found else "" for found in rest),
+                spread(row.get("over_quantiser")),
+            ]
+        )
+    method = (
+        f"{layer(result)}; ranks emulated on one device; median of "
+        f"{result.options['iterations']} iterations"
     )
     return shown(result, method, table(columns, body))
 
