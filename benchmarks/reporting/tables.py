@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -26,6 +26,8 @@ NAMES = {
     "flashinfer_cake": "FlashInfer moe_a2a, cake",
 }
 OURS = "moe_nvlink"
+#: Nominal rate of an H100's or H200's NVLink in one direction, of which an estimate is made.
+LINK_GB_S = 450
 PHASES = ("dispatch", "combine", "both")
 
 Row = Mapping[str, Any]
@@ -41,8 +43,12 @@ def shown(result: Result, method: str, *parts: str) -> str:
     machine = result.machine
     what = machine.get("gpu") or f"{machine.get('cpu')}, {machine.get('cores')} cores"
     source = f" ([result file]({result.link}))" if result.link else ""
-    # A lent machine writes to a folder of its own.
-    command = re.sub(r"(?<= )/\S*/results/", "benchmarks/results/", str(machine.get("command")))
+    # A lent machine writes to a folder of its own; a second set of a day has another name here.
+    command = re.sub(
+        r"(?<= )/\S*/results/\S*",
+        f"benchmarks/results/{result.path.name}",
+        str(machine.get("command")),
+    )
     caption = (
         f"{method}. `{command}`, {what}, {machine.get('date')}, commit "
         f"{machine.get('commit')}{source}:"
@@ -229,7 +235,31 @@ def recipes_gpu(result: Result) -> str:
         f"{layer(result)}; ranks emulated on one device; median of "
         f"{result.options['iterations']} iterations"
     )
-    return shown(result, method, table(columns, body))
+    said = list(_estimates(result))
+    if said:
+        text = (
+            "*Estimate, no measurement*, of combine with {} GPUs, each with a rank: the additional "
+            "work is divided among them, the links carry {} GB/s (nominal), and neither overlaps"
+        )
+        said.insert(0, text.format(result.options["ep_size"], LINK_GB_S))
+    return shown(result, method, table(columns, body), notes(said))
+
+
+def _estimates(result: Result) -> Iterator[str]:
+    """Yield what each format of combine would cost and save, if every rank had a GPU."""
+    combines = [row for row in result.data["rows"] if row["verb"] == "combine"]
+    plain = {row["tokens"]: row for row in combines if row["name"] == "bf16"}
+    for row in combines:
+        if (bf16 := plain.get(row["tokens"])) is None or row is bf16:
+            continue
+        work = (row["median_us"] - bf16["median_us"]) / result.options["ep_size"]
+        sent, all_sent = (
+            each["wire_bytes_per_token"] * row["tokens"] / LINK_GB_S / 1e3 for each in (row, bf16)
+        )
+        yield (
+            f"{row['name']}, {row['tokens']} tokens: {work:.1f} us of work more, "
+            f"{all_sent - sent:.1f} us of bytes less, of {all_sent:.1f}"
+        )
 
 
 def lm_head(result: Result) -> str:

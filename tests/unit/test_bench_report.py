@@ -360,7 +360,7 @@ def test_the_folder_of_a_lent_machine_is_not_shown(here: Path) -> None:
     result["machine"]["command"] = "python x --output_file /scratch/a.b/results/r.json"
     write(here, "2031-01-02-h200-moe-comm.json", result)
     text = report.TABLES["gpu-all"].text("gpu-all", Path("README.md"))
-    assert "`python x --output_file benchmarks/results/r.json`" in text
+    assert "`python x --output_file benchmarks/results/2031-01-02-h200-moe-comm.json`" in text
 
 
 def test_a_second_set_of_one_day_is_newer(here: Path) -> None:
@@ -435,12 +435,16 @@ def test_recipes_on_a_gpu(here: Path) -> None:
         row("bf16", 30.0, "combine"),
         row("nvfp4", 60.0, "combine", times_bf16=twice),
     ]
-    options = {"ep_size": 8, "hidden_size": 7168, "top_k": 8, "num_experts": 256}
+    options: dict[str, Any] = {"ep_size": 8, "hidden_size": 7168, "top_k": 8, "num_experts": 256}
     options |= {"dtype": "bfloat16", "iterations": 4}
     file = {"machine": MACHINE | {"gpu": "NVIDIA H200"}, "options": options, "rows": given}
     write(here, "2031-01-02-h200-recipes.json", file)
     lines = report.TABLES["recipes-gpu"].text("recipes-gpu", Path("README.md")).splitlines()
-    assert lines[-4:] == [
+    estimate = lines[-2:]
+    assert estimate[0].startswith("- *Estimate, no measurement*, of combine with 8 GPUs")
+    # 30 us for 8 ranks; as many bytes as bf16.
+    assert estimate[1] == "- nvfp4, 16 tokens: 3.8 us of work more, 0.0 us of bytes less, of 0.0"
+    assert lines[-7:-3] == [
         "| 16 | dispatch | bf16 | 9 | 20 (19..21) |  |  |  |  |",
         f"| 16 | dispatch | mxfp8 | 9 | 10 (9..11) | {shown} | 8 | 5 | {shown} |",
         "| 16 | combine | bf16 | 9 | 30 (29..31) |  |  |  |  |",
