@@ -132,8 +132,10 @@ TABLES: dict[str, Table | Pair] = {
     "gpu-ratios": Table(GPU_TABLE, tables.ratios),
     "gpu-all": Table(GPU_TABLE, tables.moe_comm),
     "gpu-small": Pair("moe-comm", "*-GPU-bulk.json", tables.small_beside_bulk),
+    "gpu-small-alone": Pair("emulated", "*-GPU-bulk.json", tables.small_beside_bulk),
     "gpu-small-two": Pair("two-ranks", "*-GPU-two-ranks-bulk.json", tables.small_beside_bulk),
     "recipes-all": Table("*-cpu-recipes.json", tables.recipes),
+    "recipes-gpu": Table("*-GPU-recipes.json", tables.recipes_gpu),
     "growth-cpu": Table(GROWTH_CPU, tables.growth),
     "growth-gpu": Table(GROWTH_GPU, tables.growth),
     "model": Table(MODEL, tables.model),
@@ -141,7 +143,8 @@ TABLES: dict[str, Table | Pair] = {
     "sync": Table("*-sync.json", tables.sync),
     "lm-head": Table("*-cpu-lm-head*.json", tables.lm_head),
     "lm-head-gpu": Table("*-GPU-lm-head.json", tables.lm_head),
-    "launch": Table("*-launch*.json", tables.launch),
+    "launch": Table("*-launch-stand-in.json", tables.launch),
+    "launch-gpu": Table("*-GPU-launch.json", tables.launch),
     "scheduler": Table(SCHEDULER, tables.scheduler),
 }
 PLOTS = {

@@ -13,8 +13,8 @@ how near they come to the memory's speed. It shows nothing of NVLink: no remote 
 or ordering.
 
 Small batches go through their kernels up to the product's limit for GPUs, or up to
-MOE_NVLINK_SMALL_TOKENS; with 0 all batches go through the others. Field "is_small" of a row says
-which were launched.
+MOE_NVLINK_SMALL_TOKENS; with 0 all batches go through the others. Fields "is_small" (dispatch) and
+"combine_is_small" of a row say which were launched.
 """
 
 from __future__ import annotations
@@ -472,6 +472,7 @@ def _told(options: Options, mine: Any, clock: Clock, verbs: dict[str, Body]) -> 
     extra: Row = {"given": mine.given, "launch": launch, "shows": SHOWS}
     if isinstance(mine, Layer):
         extra["is_small"] = emulated.is_small(mine.ranks.config)
+        extra["combine_is_small"] = emulated.is_small(mine.ranks.config, "combine")
     if options.kernel_breakdown:
         try:
             of = {verb: clock.kernels(body, mine.before.get(verb)) for verb, body in verbs.items()}

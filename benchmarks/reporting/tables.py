@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -26,6 +26,8 @@ NAMES = {
     "flashinfer_cake": "FlashInfer moe_a2a, cake",
 }
 OURS = "moe_nvlink"
+#: Nominal rate of an H100's or H200's NVLink in one direction, of which an estimate is made.
+LINK_GB_S = 450
 PHASES = ("dispatch", "combine", "both")
 
 Row = Mapping[str, Any]
@@ -41,8 +43,12 @@ def shown(result: Result, method: str, *parts: str) -> str:
     machine = result.machine
     what = machine.get("gpu") or f"{machine.get('cpu')}, {machine.get('cores')} cores"
     source = f" ([result file]({result.link}))" if result.link else ""
-    # A lent machine writes to a folder of its own.
-    command = re.sub(r"(?<= )/\S*/results/", "benchmarks/results/", str(machine.get("command")))
+    # A lent machine writes to a folder of its own; a second set of a day has another name here.
+    command = re.sub(
+        r"(?<= )/\S*/results/\S*",
+        f"benchmarks/results/{result.path.name}",
+        str(machine.get("command")),
+    )
     caption = (
         f"{method}. `{command}`, {what}, {machine.get('date')}, commit "
         f"{machine.get('commit')}{source}:"
@@ -107,7 +113,12 @@ def _name(row: Row) -> str:
     """Name the backend; of emulated ranks, how they were launched, and which kernels of ours."""
     name = NAMES.get(row["backend"], row["backend"])
     launched = f"{name}, {row['launch']}" if "launch" in row else str(name)
-    return f"{launched}, kernels for small batches" if row.get("is_small") else launched
+    return f"{launched}, kernels {_small(row)}" if row.get("is_small") else launched
+
+
+def _small(row: Row) -> str:
+    """Say what the kernels of a small batch are for. Older rows do not tell combine's."""
+    return "for small batches" + ("" if row.get("combine_is_small", True) else " in dispatch alone")
 
 
 def _moe_comm_row(row: Row) -> list[str]:
@@ -156,7 +167,7 @@ def small_beside_bulk(small: Result, bulk: Result) -> str:
     for row in bulk.data["rows"]:
         if (other := first.get((row["launch"], row["tokens"]))) is None:
             continue
-        kernels = "for small batches" if other.get("is_small") else "bulk again"
+        kernels = _small(other) if other.get("is_small") else "bulk again"
         over = (other[phase]["median_us"] / row[phase]["median_us"] for phase in PHASES)
         for name, each, rest in (
             (kernels, other, [f"{value:.2f}" for value in over]),
@@ -193,6 +204,62 @@ def recipes(result: Result) -> str:
         "the quartiles of single iterations"
     )
     return shown(result, method, table(columns, body))
+
+
+def recipes_gpu(result: Result) -> str:
+    """Render the same of ranks emulated on a GPU: fused, of rows that were given, the quantiser."""
+    columns = ["tokens per rank", "verb", "format", "bytes to other ranks, per token"]
+    columns += ["us (quartiles)", "times faster than bf16", "rows given, us"]
+    columns += ["quantiser alone, us", "time over the quantiser's"]
+    ways = ("", " fused", " given rows", " quantiser alone")
+    of_format: dict[tuple[int, str, str], dict[str, Row]] = {}
+    for row in result.data["rows"]:
+        name, _, way = row["name"].partition(" ")
+        way = f" {way}" if way else ""
+        if way in ways:  # bf16 has turns with each recipe: its first ones are shown
+            key = row["tokens"], row["verb"], name
+            of_format.setdefault(key, {}).setdefault(way, row)
+    body = []
+    for (tokens, verb, name), rows in of_format.items():
+        row = rows.get(" fused") or rows[""]
+        rest = (rows.get(way) for way in ways[2:])
+        body.append(
+            [
+                *(str(tokens), verb, name, f"{row['wire_bytes_per_token']:.0f}", times(row)),
+                spread(row.get("times_bf16") if name != "bf16" else None),
+                *(us(found["median_us"]) if found else "" for found in rest),
+                spread(row.get("over_quantiser")),
+            ]
+        )
+    method = (
+        f"{layer(result)}; ranks emulated on one device; median of "
+        f"{result.options['iterations']} iterations"
+    )
+    said = list(_estimates(result))
+    if said:
+        text = (
+            "*Estimate, no measurement*, of combine with {} GPUs, each with a rank: the additional "
+            "work is divided among them, the links carry {} GB/s (nominal), and neither overlaps"
+        )
+        said.insert(0, text.format(result.options["ep_size"], LINK_GB_S))
+    return shown(result, method, table(columns, body), notes(said))
+
+
+def _estimates(result: Result) -> Iterator[str]:
+    """Yield what each format of combine would cost and save, if every rank had a GPU."""
+    combines = [row for row in result.data["rows"] if row["verb"] == "combine"]
+    plain = {row["tokens"]: row for row in combines if row["name"] == "bf16"}
+    for row in combines:
+        if (bf16 := plain.get(row["tokens"])) is None or row is bf16:
+            continue
+        work = (row["median_us"] - bf16["median_us"]) / result.options["ep_size"]
+        sent, all_sent = (
+            each["wire_bytes_per_token"] * row["tokens"] / LINK_GB_S / 1e3 for each in (row, bf16)
+        )
+        yield (
+            f"{row['name']}, {row['tokens']} tokens: {work:.1f} us of work more, "
+            f"{all_sent - sent:.1f} us of bytes less, of {all_sent:.1f}"
+        )
 
 
 def lm_head(result: Result) -> str:

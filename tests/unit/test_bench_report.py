@@ -360,7 +360,7 @@ def test_the_folder_of_a_lent_machine_is_not_shown(here: Path) -> None:
     result["machine"]["command"] = "python x --output_file /scratch/a.b/results/r.json"
     write(here, "2031-01-02-h200-moe-comm.json", result)
     text = report.TABLES["gpu-all"].text("gpu-all", Path("README.md"))
-    assert "`python x --output_file benchmarks/results/r.json`" in text
+    assert "`python x --output_file benchmarks/results/2031-01-02-h200-moe-comm.json`" in text
 
 
 def test_a_second_set_of_one_day_is_newer(here: Path) -> None:
@@ -407,6 +407,59 @@ def test_both_kinds_of_kernels_of_one_run(here: Path) -> None:
     write(here, "2031-01-02-h200-2-two-ranks-bulk.json", of_one_launch(10.0, small=False))
     with pytest.raises(ReportError, match=r"no 2031-01-02-h200-2-two-ranks\.json beside it"):
         pair.text("gpu-small-two", Path("README.md"))
+
+
+def test_a_combine_for_large_batches_in_a_small_one(here: Path) -> None:
+    few = of_one_launch(5.0, small=True, combine_is_small=False)
+    write(here, "2031-01-02-h200-emulated.json", few)
+    write(here, "2031-01-02-h200-bulk.json", of_one_launch(10.0, small=False))
+    text = report.TABLES["gpu-small-alone"].text("gpu-small-alone", Path("README.md"))
+    assert "| 4 | for small batches in dispatch alone | 5 " in text
+    write(here, "2031-01-02-h200-moe-comm.json", few)
+    text = report.TABLES["gpu-all"].text("gpu-all", Path("README.md"))
+    assert "kernels for small batches in dispatch alone |" in text
+
+
+def test_recipes_on_a_gpu(here: Path) -> None:
+    def row(name: str, us: float, verb: str = "dispatch", **more: Any) -> dict[str, Any]:
+        spans = {"median_us": us, "q25_us": us - 1, "q75_us": us + 1, "wire_bytes_per_token": 9.0}
+        return {"tokens": 16, "verb": verb, "name": name} | spans | more
+
+    twice, shown = {"ratio": 2.0, "q25": 1.5, "q75": 2.5}, "2.00 (1.50..2.50)"
+    given = [
+        row("bf16", 20.0, times_bf16=twice),
+        row("mxfp8 fused", 10.0, times_bf16=twice, over_quantiser=twice),
+        row("mxfp8 given rows", 8.0, times_bf16=twice),
+        row("mxfp8 quantiser alone", 5.0, times_bf16=twice),
+        row("bf16", 21.0),
+        row("bf16", 30.0, "combine"),
+        row("nvfp4", 60.0, "combine", times_bf16=twice),
+    ]
+    options: dict[str, Any] = {"ep_size": 8, "hidden_size": 7168, "top_k": 8, "num_experts": 256}
+    options |= {"dtype": "bfloat16", "iterations": 4}
+    file = {"machine": MACHINE | {"gpu": "NVIDIA H200"}, "options": options, "rows": given}
+    write(here, "2031-01-02-h200-recipes.json", file)
+    lines = report.TABLES["recipes-gpu"].text("recipes-gpu", Path("README.md")).splitlines()
+    estimate = lines[-2:]
+    assert estimate[0].startswith("- *Estimate, no measurement*, of combine with 8 GPUs")
+    # 30 us for 8 ranks; as many bytes as bf16.
+    assert estimate[1] == "- nvfp4, 16 tokens: 3.8 us of work more, 0.0 us of bytes less, of 0.0"
+    assert lines[-7:-3] == [
+        "| 16 | dispatch | bf16 | 9 | 20 (19..21) |  |  |  |  |",
+        f"| 16 | dispatch | mxfp8 | 9 | 10 (9..11) | {shown} | 8 | 5 | {shown} |",
+        "| 16 | combine | bf16 | 9 | 30 (29..31) |  |  |  |  |",
+        f"| 16 | combine | nvfp4 | 9 | 60 (59..61) | {shown} |  |  |  |",
+    ]
+
+
+def test_launches_of_a_gpu_stand_beside_the_stand_ins(here: Path) -> None:
+    timed = {"median_us": 3.0, "min_us": 2.0, "p95_us": 4.0}
+    for kind, driver in (("launch-stand-in", "stand-in"), ("h200-launch", "real")):
+        file = {"machine": MACHINE, "driver": driver, "tokens": 64, "rows": {"dispatch": timed}}
+        write(here, f"2031-01-02-{kind}.json", file)
+    for name, driver in (("launch", "stand-in"), ("launch-gpu", "real")):
+        text = report.TABLES[name].text(name, Path("README.md"))
+        assert text.startswith(f"Driver: {driver}; 64 tokens.")
 
 
 def test_ratios_batch_by_batch(here: Path) -> None:
