@@ -1,9 +1,12 @@
 """Litmus programs (tests/litmus/program.py) as CUDA kernels that run them over and over on a GPU.
 
 Each CTA of a program is a CTA here, each of its threads a warp whose lanes are 32 runs of the
-program at once, each on places of its own. Before every turn the CTAs of a program meet and then
-sleep for a random time, so that they come to the same places at about the same time. A thread that
-a program has on another GPU runs on this one: what is forbidden there is forbidden here.
+program at once, each on places of its own. Before every turn the CTAs of a program meet; then each
+warp waits for a random time, so that one comes to the same places now before, now after another.
+What a program has on another GPU runs on this one: what is forbidden there is forbidden here.
+
+That an outcome was not seen says something only of runs that could have had it: of message passing,
+those whose reader saw the flag. Loop.telling counts them, and demand_telling wants some.
 
 A launch ends within a second whatever becomes of its CTAs: who waits in vain says so and leaves.
 """
@@ -28,6 +31,8 @@ UNREAD = 99
 UNWRITTEN = -1
 #: Values that a register may hold, so that an outcome is one number.
 BASE = 100
+#: Of all runs of a program so many must tell, or what they did not show means nothing.
+LEAST_SHARE = 0.001
 
 _INSTRUCTIONS = {
     "load": 'asm volatile("ld.{order}.global.u32 %0, [%1];" : "=r"({target}) : '
@@ -55,6 +60,12 @@ __device__ unsigned long long now() {
   return time;
 }
 
+__device__ unsigned long long cycle() {
+  unsigned long long count;
+  asm volatile("mov.u64 %0, %%clock64;" : "=l"(count));
+  return count;
+}
+
 // All CTAs of a group, for at most half a second.
 __device__ bool meet(const Args& args, unsigned group, unsigned expected) {
   __shared__ unsigned gone;
@@ -80,13 +91,18 @@ __device__ bool meet(const Args& args, unsigned group, unsigned expected) {
   return gone == 0;
 }
 
+// A random number of the SM's cycles below most_delay, another one for each warp and turn. Reads of
+// the clock stay where they are; a loop without them ptxas removes.
 __device__ void delay(const Args& args, unsigned turn) {
-  unsigned state = args.seed + turn * 2654435761u + blockIdx.x * 40503u + threadIdx.x / 32 * 977u;
-  state ^= state >> 15;
-  state *= 2246822519u;
-  state ^= state >> 13;
-  const unsigned count = args.most_delay == 0 ? 0 : state % args.most_delay;
-  for (unsigned i = 0; i < count; ++i) asm volatile("" : : : "memory");
+  if (args.most_delay == 0) return;
+  unsigned state = args.seed * 374761393u + turn * 2654435761u + blockIdx.x * 40503u +
+                   threadIdx.x / 32 * 977u;
+  state = (state ^ state >> 16) * 2246822519u;
+  state = (state ^ state >> 13) * 3266489917u;
+  state ^= state >> 16;
+  const unsigned cycles = state % args.most_delay;
+  const unsigned long long begun = cycle();
+  for (unsigned i = 0; i < cycles && cycle() - begun < cycles; ++i) continue;
 }
 """
 
@@ -219,6 +235,26 @@ class Loop:
             if self.outcome.items() <= self.values(code).items()
         )
 
+    def telling(self, outcomes: Counter[int]) -> dict[str, int]:
+        """For a register of the outcome: the runs that had all the rest of it.
+
+        Registers that decide a branch have no entry, nor have those without which the rest is
+        forbidden, too.
+        """
+        found = {}
+        for left_out in (name for name in self.outcome if name not in self._branches):
+            rest = {name: held for name, held in self.outcome.items() if name != left_out}
+            if any(
+                rest.items() <= dict(zip(self.registers, each, strict=True)).items()
+                for each in self.allowed
+            ):
+                found[left_out] = sum(
+                    times
+                    for code, times in outcomes.items()
+                    if rest.items() <= self.values(code).items()
+                )
+        return found
+
     def impossible(self, outcomes: Counter[int]) -> list[dict[str, int]]:
         """What was seen and the memory model forbids, whether it was asked for or not."""
         seen = [self.values(code) for code in outcomes]
@@ -304,11 +340,26 @@ def judge(loop: Loop, outcomes: Counter[int]) -> str:
         f"{' '.join(map(str, loop.values(code).values()))}: {times}"
         for code, times in sorted(outcomes.items())
     )
+    telling = f"   could tell: {loop.telling(outcomes)}" if loop.forbidden else ""
     line = (
         f"{loop.name:32} {'forbidden' if loop.forbidden else 'allowed':9} {seen:>8} of {runs}"
-        f"   [{' '.join(loop.registers)}] {told}"
+        f"   [{' '.join(loop.registers)}] {told}{telling}"
     )
     assert not (loop.forbidden and seen), f"the PTX model forbids this outcome: {line}"
     impossible = loop.impossible(outcomes)
     assert not impossible, f"the PTX model forbids {impossible}: {line}"
     return line
+
+
+def demand_telling(loop: Loop, outcomes: Counter[int]) -> None:
+    """AssertionError where a forbidden outcome was not seen because hardly a run could have it."""
+    if not loop.forbidden:
+        return
+    told, needed = loop.telling(outcomes), LEAST_SHARE * outcomes.total()
+    assert told, f"{loop.name}: the outcome leaves no register to look at"
+    few = {name: times for name, times in told.items() if times < needed}
+    assert not few, (
+        f"{loop.name} shows nothing: of {outcomes.total()} runs at least {needed:.0f} must have "
+        f"all of the outcome {loop.outcome} but one register, whichever; but for a register so "
+        f"many have: {few}; delay the warps by more, or by less"
+    )
