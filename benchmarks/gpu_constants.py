@@ -372,7 +372,7 @@ class Plan(list[Measurement]):
             gap(
                 f"end to start, {shape}", cost="launch_ns" if in_costs else None, stamp=0, pdl=False
             )
-            gap(f"end to start with PDL, {shape}", cost=None, stamp=0, pdl=True)
+            # With PDL a start says nothing: it may come before the end of several kernels.
             name = f"end to the end of griddepcontrol.wait, {shape}"
             gap(name, cost="pdl_ns" if in_costs else None, stamp=1, pdl=True)
         wide = self._sizes.wide_ctas

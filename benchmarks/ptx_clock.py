@@ -76,7 +76,7 @@ def rows_of(kernels: str, work: Work, machine: str, verbs: Sequence[str]) -> lis
     """Return a row for each verb."""
     fitted = run(kernels, work, machine, verbs, {})
     is_small = work.tokens <= clocked.MOST_TOKENS_WITH_PATHS
-    low = run(kernels, work, machine, verbs, costs.EXPECTED) if is_small else {}
+    low = run(kernels, work, machine, verbs, costs.expected(machine)) if is_small else {}
     return [
         {
             "label": LABEL,

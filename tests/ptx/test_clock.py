@@ -6,11 +6,14 @@ The table here has round numbers and free instructions, so that times add up exa
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks import gpu_constants
 from benchmarks.moe_comm.clocked import Bulk, Clocked, Ours, Small
 from benchmarks.moe_comm.terms import Work
 from tests.support.ptx import build, costs
@@ -360,6 +363,25 @@ def test_every_cost_says_where_it_comes_from() -> None:
         assert row.meaning, row
         assert row.source or set(row.known) == {"estimate"}, row
         assert min(row.h200, row.gb200) >= 0, row
+        assert row.known[1] != "measured", row
+
+
+def test_what_is_measured_stands_in_its_file() -> None:
+    """Rounded; and each row that the file has is measured."""
+    file = Path(gpu_constants.__file__).parent / "results/2026-11-26-h200-2-constants.json"
+    medians = {
+        row["cost"]: row["ns"]["median"]
+        for row in json.loads(file.read_text())["rows"]
+        if row["cost"]
+    }
+    assert {row.name for row in costs.TABLE if row.known[0] == "measured"} == set(medians)
+    taken = costs.costs("h200")
+    assert {name: taken[name] for name in medians} == pytest.approx(medians, rel=0.01)
+
+
+def test_what_is_measured_is_not_expected_to_be_lower() -> None:
+    assert costs.expected("gb200") == costs.EXPECTED
+    assert list(costs.expected("h200")) == ["remote_ns"]
 
 
 # ---- our kernels

@@ -1,11 +1,14 @@
 """What things cost on an H200 and on a GB200: the one table that the clock reads.
 
-Each row says where its two numbers come from. KNOWN are the kinds of origin: a number that was
-measured by others and published, a data sheet's, an estimate of this project's, and a number that
-was fitted to the published times of one-sided dispatch and combine (benchmarks/ptx_clock.py --fit;
---calibrate says what remains as error). **This project has measured none of them.**
+Each row says where its two numbers come from. KNOWN are the kinds of origin: a number that this
+project has measured, one that was measured by others and published, a data sheet's, an estimate of
+this project's, and a number that was fitted to the published times of one-sided dispatch and
+combine (benchmarks/ptx_clock.py --fit; --calibrate says what remains as error). **Nothing was
+measured on a GB200, nor what crosses NVLink.**
 
 Sources:
+    h200        benchmarks/gpu_constants.py on one H200, 2026-11-26, medians:
+                benchmarks/results/2026-11-26-h200-2-constants.json
     latency     github.com/markdewing/AI_kernels, latency/README.md: pointer chasing in cycles,
                 GH200 (as H200) and B200
     hopper      "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via
@@ -27,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-KNOWN = ("published", "data sheet", "estimate", "fitted")
+KNOWN = ("measured", "published", "data sheet", "estimate", "fitted")
 MACHINES = ("h200", "gb200")
 
 
@@ -53,7 +56,23 @@ def _estimate(name: str, unit: str, value: float, source: str, meaning: str) -> 
     return Cost(name, unit, value, value, ("estimate", "estimate"), source, meaning)
 
 
-#: Of the SMs; turns cycles into ns.
+def _measured(
+    name: str,
+    unit: str,
+    h200: float,
+    gb200: float,
+    meaning: str,
+    *,
+    said: str = "",
+    source: str = "",
+    known: str = "estimate",
+) -> Cost:
+    """Of an H200 measured; `said`: what is to be known of it; `source`, `known`: of GB200's."""
+    sources = f"h200{', ' if said else ''}{said}" + (f"; GB200: {source}" if source else "")
+    return Cost(name, unit, h200, gb200, ("measured", known), sources, meaning)
+
+
+#: Of the SMs; turns cycles into ns. H200's is measured.
 SM_GHZ = {"h200": 1.98, "gb200": 1.965}
 
 TABLE = (
@@ -68,11 +87,20 @@ TABLE = (
         "the same, for each warp of the SM",
     ),
     _estimate("slow_instructions", "", 20, "SASS of div.s32", "instructions of a division"),
-    Cost(
-        "shared_ns", "cycles", 29, 29, ("published", "estimate"), "hopper", "load of shared memory"
+    _measured("shared_ns", "cycles", 23, 29, "load of shared memory", source="hopper"),
+    _measured(
+        "l1_ns", "cycles", 34, 40, "load, hit in L1", source="latency, b200", known="published"
     ),
-    Cost("l1_ns", "cycles", 40, 40, ("published",) * 2, "latency, b200", "load, hit in L1"),
-    Cost("l2_ns", "cycles", 281, 295, ("published",) * 2, "latency, b200", "load, hit in L2"),
+    _measured(
+        "l2_ns",
+        "cycles",
+        282.4,
+        295,
+        "load, hit in L2",
+        said="volatile and relaxed loads alike; HBM 664",
+        source="latency, b200",
+        known="published",
+    ),
     Cost(
         "remote_ns",
         "ns",
@@ -82,15 +110,24 @@ TABLE = (
         "the fit; H200: as GB200",
         "load from a peer; store and acknowledgement: half of it one way",
     ),
-    _estimate("fence_gpu_ns", "ns", 200, "review", "MEMBAR.GPU with nothing outstanding"),
-    Cost(
+    _measured(
+        "fence_gpu_ns",
+        "ns",
+        138.4,
+        200,
+        "MEMBAR.GPU with nothing outstanding",
+        said="220 to 423 behind local stores, 2235 while other SMs store",
+        source="review",
+    ),
+    _measured(
         "fence_sys_ns",
         "ns",
+        559.1,
         3600,
-        3600,
-        ("estimate", "fitted"),
-        "the fit, which cannot tell it from ranks that begin late; H200: as GB200",
         "MEMBAR.SYS with nothing outstanding",
+        said="559 to 678 behind local stores, 1771 to 2534 while other SMs store",
+        source="the fit, which cannot tell it from ranks that begin late",
+        known="fitted",
     ),
     _estimate(
         "gpu_fence_waits_remote",
@@ -99,23 +136,45 @@ TABLE = (
         "a later MEMBAR.SYS of another SM has its own stores only to wait for",
         "whether MEMBAR.GPU waits for acknowledgements of peers",
     ),
-    _estimate("acquire_ns", "ns", 30, "review", "CCTL.IVALL after a load"),
-    _estimate("atomic_ns", "ns", 180, "an L2 hit and the operation", "atomic, there and back"),
-    _estimate("atomic_gap_ns", "cycles", 2, "", "between two atomics on one word"),
-    _estimate("barrier_ns", "cycles", 30, "", "bar.sync after the last warp came"),
-    _estimate("warp_barrier_ns", "cycles", 10, "", "bar.warp.sync"),
-    _estimate("shuffle_ns", "cycles", 24, "", "shfl, redux, vote: until the result is there"),
-    Cost(
+    _measured("acquire_ns", "ns", 3.3, 30, "CCTL.IVALL after a load", source="review"),
+    _measured(
+        "atomic_ns",
+        "ns",
+        263.0,
+        180,
+        "atomic, there and back",
+        source="an L2 hit and the operation",
+    ),
+    _measured("atomic_gap_ns", "cycles", 1.45, 2, "between two atomics on one word"),
+    _measured(
+        "barrier_ns", "cycles", 28.7, 30, "bar.sync after the last warp came", said="256 threads"
+    ),
+    _measured("warp_barrier_ns", "cycles", 1.94, 10, "bar.warp.sync", said="of a converged warp"),
+    _measured(
+        "shuffle_ns",
+        "cycles",
+        26.0,
+        24,
+        "shfl, redux, vote: until the result is there",
+        said="shfl; redux 44",
+    ),
+    _measured(
         "launch_ns",
         "ns",
+        1728,
         1820,
-        1820,
-        ("estimate", "fitted"),
-        "the fit; H200: as GB200",
         "one more kernel in a stream, its start and its end",
+        said="from the last CTA's end to the first one's start; in a graph 608",
+        source="the fit",
+        known="fitted",
     ),
-    _estimate(
-        "pdl_ns", "ns", 500, "", "end of a kernel to griddepcontrol.wait of the next one returning"
+    _measured(
+        "pdl_ns",
+        "ns",
+        480,
+        500,
+        "end of a kernel to griddepcontrol.wait of the next one returning",
+        said="in a graph 352",
     ),
     Cost(
         "link_bytes_per_ns",
@@ -143,9 +202,16 @@ _TO_NS = {"cycles": lambda ghz: 1 / ghz, "B/cycle": lambda ghz: ghz}
 
 
 #: What a reader of the kernels' SASS expects instead of the fitted numbers: how low times could be,
-#: where the published benchmark adds something that is no cost of the machine.
+#: where the published benchmark adds something that is no cost of the machine. See expected().
 EXPECTED = {"launch_ns": 1200.0, "remote_ns": 1150.0, "fence_sys_ns": 650.0}
 FITTED = tuple(row.name for row in TABLE if "fitted" in row.known)
+
+
+def expected(machine: str) -> dict[str, float]:
+    """Return EXPECTED, less what is measured of the machine."""
+    of = MACHINES.index(machine)
+    measured = {row.name for row in TABLE if row.known[of] == "measured"}
+    return {name: value for name, value in EXPECTED.items() if name not in measured}
 
 
 def costs(machine: str, changes: Mapping[str, float] | None = None) -> dict[str, float]:
