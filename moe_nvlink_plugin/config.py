@@ -132,7 +132,7 @@ class AllToAllConfig:
             and 0 on CPU ranks, where a fence costs nothing.
         small_combine_tokens: the same for combine; `create` lowers it to small_tokens. None: as
             small_tokens, if that or its variable is set; else as many as it gains for on GPUs (10
-            there), and 0 on CPU ranks.
+            there), and 0 on CPU ranks. A format of combine has no such kernel.
         combine_dtypes: types beside `dtype` in which combine takes and returns rows, call by call.
             `create` loads their kernels, because the first call may be captured, and makes room
             for rows of hidden_size elements of the widest type.

@@ -29,7 +29,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "MOE_NVLINK_PDL": ("1", "0: launch kernels on GPUs without programmatic dependent launch"),
     "MOE_NVLINK_MAX_SMS": ("unset", "SMs that each of our kernels may fill; unset: all SMs"),
     "MOE_NVLINK_SMALL_TOKENS": (
-        "32 on GPUs, 0 on CPU ranks",
+        "up to 32 on GPUs, 0 on CPU ranks",
         "most tokens of a rank that travel by the kernels for small batches; 0: none. Unset: "
         "as many as gain, at most 32, and fewer in combine",
     ),
@@ -234,7 +234,7 @@ def small_tokens() -> int | None:
     if not text.isdecimal() or int(text) > MAX_SMALL_TOKENS:
         raise ConfigError(
             f"MOE_NVLINK_SMALL_TOKENS={text!r} is no number from 0 to {MAX_SMALL_TOKENS}; unset "
-            "it for 32 on GPUs and 0 on CPU ranks"
+            "it for up to 32 on GPUs and 0 on CPU ranks"
         )
     return int(text)
 

@@ -137,12 +137,13 @@ class MoeAllToAll:
             _check_complete(share_with)
         # Nothing of this rank's has run yet, so start-up's limit holds.
         ranks = as_group(group, Timeouts.of(config).first)
-        recipe, workspace = all_or_none(
+        recipe, workspace, num_sms = all_or_none(
             ranks,
             "preparing the exchange",
             lambda: _prepare(config, ranks, torch.device(device), share_with),
         )
-        num_sms = _check_agreement(config, ranks, workspace, shares=share_with is not None)
+        shares = share_with is not None
+        num_sms = _check_agreement(config, ranks, workspace, num_sms, shares=shares)
         # Equal on all ranks, which agree on the rest. Before they have agreed, an error here would
         # be this rank's alone, and the others would wait for it.
         config = with_small_tokens(config, recipe, num_sms)
@@ -367,9 +368,9 @@ class MoeAllToAll:
             InputError, ExchangeStateError, ExchangeTimeoutError, PeerError: as dispatch.
             DisagreementError: another rank combined rows of another type or width. Two types of
                 one width never go unnoticed; of 128 pairs of widths one does. For a small batch
-                (small_tokens) and rows without a format, this combine may return wrong sums, or
-                raise ExchangeTimeoutError; if it raises nothing, the channel's next dispatch
-                raises DisagreementError.
+                (small_combine_tokens) and rows without a format, this combine may return wrong
+                sums, or raise ExchangeTimeoutError; if it raises nothing, the channel's next
+                dispatch raises DisagreementError.
         """
         layer, is_compiling = self._layer, torch.compiler.is_compiling()
         layer.check_metadata(metadata, any_round=is_compiling)
@@ -542,8 +543,12 @@ def _check_complete(share_with: MoeAllToAll) -> None:
 
 def _prepare(
     config: AllToAllConfig, group: Group, device: torch.device, share_with: MoeAllToAll | None
-) -> tuple[Recipe, Workspace[Executor]]:
-    """Do the steps of `create` that can fail on this rank alone."""
+) -> tuple[Recipe, Workspace[Executor], int]:
+    """Do the steps of `create` that can fail on this rank alone.
+
+    Returns:
+        What travels, the workspace, and how many SMs a launch of this rank may fill.
+    """
     if (group.size, group.rank) != (config.ep_size, config.ep_rank):
         raise ConfigError(
             f"the group has {group.size} ranks and this is rank {group.rank}, but ep_size="
@@ -567,24 +572,33 @@ def _prepare(
                 f"{(group.size, group.rank, device)}; layers share a workspace within one "
                 "expert-parallel group only"
             )
-        return recipe, workspace
+        return recipe, workspace, _num_sms(config, workspace.executor)
     transport = plugins.find_transport(config.transport, device)
     executor = executor_for(transport.executor, device)
-    return recipe, Workspace(group, transport, executor, device)
+    num_sms = _num_sms(config, executor)
+    return recipe, Workspace(group, transport, executor, device), num_sms
+
+
+def _num_sms(config: AllToAllConfig, executor: Executor) -> int:
+    share = executor.num_sms() // config.num_channels
+    return min(share, config.max_sms or share)
 
 
 def _check_agreement(
-    config: AllToAllConfig, group: Group, workspace: Workspace[Executor], *, shares: bool
+    config: AllToAllConfig,
+    group: Group,
+    workspace: Workspace[Executor],
+    num_sms: int,
+    *,
+    shares: bool,
 ) -> int:
     """Check that configurations agree, and that all ranks share the same workspace or none.
 
     Otherwise some ranks would wait in the collective step that grows a workspace.
 
     Returns:
-        How many SMs a launch may fill, of all ranks the fewest.
+        `num_sms` of the rank that has the fewest.
     """
-    num_sms = workspace.executor.num_sms() // config.num_channels
-    num_sms = min(num_sms, config.max_sms or num_sms)
     values = {
         field.name: str(getattr(config, field.name))
         for field in dataclasses.fields(config)

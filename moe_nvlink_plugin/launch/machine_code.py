@@ -131,11 +131,11 @@ def _compiled_here(index: int, build: Build, refused: DriverError) -> bytes:
         cubin = nvrtc.load_or_compile(
             build.text(), driver.device(index).architecture, of_this_nvrtc=True
         )
-    except UnsupportedError:
+    except (CompileError, UnsupportedError):
         raise refused from None
     logger.warning(
-        "moe_nvlink: the driver refuses a cached kernel (%s); this machine's NVRTC has compiled "
-        "it anew",
+        "moe_nvlink: the driver refuses a kernel of the cache (%s); another, of this machine's "
+        "NVRTC, takes its place",
         refused,
     )
     return cubin

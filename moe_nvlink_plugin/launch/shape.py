@@ -1,7 +1,7 @@
 """Launch geometry of the kernels on a GPU: CTAs, threads, and how many CTAs share a token's row.
 
 The rules are plain arithmetic on counts, so tests need no GPU. They follow from how the kernels
-hide latency (kernels/README.md). Their constants are estimates; nobody has measured them on a GPU.
+hide latency (kernels/README.md). Their constants are estimates, except those of small batches.
 
 A grid never exceeds what a GPU without other work holds at once, because a CTA that starts late
 only makes the round longer. The rule of each kernel stands beside its `Kernel`.

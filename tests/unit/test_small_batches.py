@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin.errors import DriverError, PeerError
 from moe_nvlink_plugin.exchange.small_batches import with_small_tokens
 from moe_nvlink_plugin.launch.cpu import HostExecutor
 from moe_nvlink_plugin.plugins import find_recipe
-from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 
 H200_SMS = 132
+
+
+def small_config(group: ThreadGroup, **values: object) -> AllToAllConfig:
+    usual = {"num_experts": 8, "top_k": 2, "hidden_size": 7168, "max_tokens_per_rank": 64}
+    ranks = {"ep_size": group.size, "ep_rank": group.rank}
+    return AllToAllConfig(**{**ranks, **usual, **values})  # type: ignore[arg-type]
 
 
 def limits(num_sms: int, **values: object) -> tuple[int | None, int | None]:
@@ -55,17 +62,24 @@ def test_ranks_take_the_limit_of_the_one_with_the_fewest_sms(
     monkeypatch.setattr(HostExecutor, "num_sms", lambda self: H200_SMS)
 
     def rank_main(group: ThreadGroup) -> tuple[int | None, int | None]:
-        config = AllToAllConfig(
-            ep_size=2,
-            ep_rank=group.rank,
-            num_experts=8,
-            top_k=2,
-            hidden_size=7168,
-            max_tokens_per_rank=64,
-            max_sms=None if group.rank else 3,
-        )
+        config = small_config(group, max_sms=None if group.rank else 3)
         with MoeAllToAll.create(config, group) as layer:
             return layer.config.small_tokens, layer.config.small_combine_tokens
 
     first, second = run_ranks(2, rank_main)
     assert first == second == (2, 0)
+
+
+def test_nobody_waits_for_a_rank_that_cannot_count_its_sms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = iter([True])
+
+    def num_sms(self: HostExecutor) -> int:
+        if next(first, False):
+            raise DriverError("cuCtxGetDevice: CUDA_ERROR_INVALID_CONTEXT", call="", status="")
+        return H200_SMS
+
+    monkeypatch.setattr(HostExecutor, "num_sms", num_sms)
+    outcomes = try_ranks(2, lambda group: MoeAllToAll.create(small_config(group), group).close())
+    assert {type(outcome) for outcome in outcomes} == {DriverError, PeerError}
