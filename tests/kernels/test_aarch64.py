@@ -29,7 +29,7 @@ from tests.support.aarch64 import Aarch64Backend, Calls
 from tests.support.cases import Case
 from tests.support.compare import assert_same_bits, one_nan
 
-pytestmark = [aarch64.IS_EMULATED, pytest.mark.timeout(280)]
+pytestmark = [aarch64.IS_EMULATED, pytest.mark.timeout(560)]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

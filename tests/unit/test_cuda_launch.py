@@ -181,7 +181,7 @@ def test_a_context_that_may_use_few_sms(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_driver_that_tells_nothing_of_contexts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fails = "cuCtxGetDevResource:1:CUDA_ERROR_NOT_SUPPORTED"
+    fails = ",".join(f"cuCtxGetDevResource:{n}:CUDA_ERROR_NOT_SUPPORTED" for n in range(1, 9))
     seen = in_driver(
         launches_of_many_tokens, tmp_path, monkeypatch, sms=132, context_sms=1, fail=fails
     )
