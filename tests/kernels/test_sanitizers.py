@@ -167,12 +167,12 @@ SMALL_BUGS: Bugs = {
             "shared.staged + (AWAKE ? 0 : turn) * kPartBytes",
         )
     ],
-    "barrier behind the units": without("receive_parts", "cta.sync();"),
+    "barrier behind the units": without("receive_chunk", "cta.sync_warp();"),
     "second half of what is received": [
         Edit(
-            "receive_parts",
-            "shared.staged + turn * kPartBytes",
-            "shared.staged + (AWAKE ? 0 : turn) * kPartBytes",
+            "receive_chunk",
+            "staged + turn * kPartBytes",
+            "staged + (AWAKE ? 0 : turn) * kPartBytes",
         )
     ],
     "barrier behind the counts of a small round": without(

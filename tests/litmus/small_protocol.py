@@ -61,7 +61,7 @@ COUNT_READ = r"load_word\(&rows_from\(args\)\[sent\.source\]\)"
 STAGED = r"piece_in\(staged, cta\.thread\) = piece"
 PUTS_UNITS = r"\bput_units<"
 TAKEN = r"\btake_units\("
-STORED = r"\bstore_part\("
+STORED = r"\bstore_chunk\("
 
 SENDS = r"^role\.sends\(\)$"
 RECEIVES = r"^role\.receives\(\)$"
@@ -92,7 +92,7 @@ HEALTHY = (
 )
 HAS_NO_TOKEN = r"^cta\.block >= args\.geometry\.num_tokens$"
 HAS_TOKENS = r"^SentItem item"
-HAS_RECEIVED = r"^ReceivedItem item"
+HAS_RECEIVED = r"^ReceivedRow row"
 
 COMBINE_RECEIVES = r"^!\(!role\.receives\(\)\)$"
 COMBINE_SIGNALS = r"^role\.publishes\(\) && !round\.has_failed$"
@@ -113,8 +113,8 @@ ONE_STAGING = Edit("staging_of", r"epoch % 2", "0")
 ONE_MARK = Edit("has_arrived", r"&&\s*halves\[3\] >> 16 == mark")
 NO_MARK_OF_FIRST = Edit("has_arrived", r"halves\[1\] >> 16 == mark\s*&&")
 ONE_STAGED_HALF = Edit("send_parts_of_tokens", r"turn = 1 - turn;")
-ONE_TAKEN_HALF = Edit("receive_parts", r"turn = 1 - turn;")
-NO_BARRIER_BEHIND_UNITS = Edit("receive_parts", r"cta\.sync\(\);")
+ONE_TAKEN_HALF = Edit("receive_chunk", r"turn = 1 - turn;")
+NO_BARRIER_BEHIND_UNITS = Edit("receive_chunk", r"cta\.sync_warp\(\);")
 
 
 def broken_p12(no_await: Edit) -> Twins:
@@ -405,9 +405,9 @@ def staged_parts_of_three_items(kernels: Kernels) -> str:
 
 
 def taken_parts_of_three_items(kernels: Kernels) -> str:
-    """A fast warp takes the units of parts 1, 2, 3 of a receiver; a slow one stores each."""
-    function = "receive_parts"
-    where = buffers(kernels, function, "shared.staged + turn * kPartBytes", "turn = 1 - turn;")
+    """A fast lane takes the units of rows 1, 2, 3 of a warp; a slow one stores each."""
+    function = "receive_chunk"
+    where = buffers(kernels, function, "staged + turn * kPartBytes", "turn = 1 - turn;")
     writes = tuple(f"st.weak part_{place}, {item}" for item, place in enumerate(where, 1))
     reads = tuple(f"ld.weak item{item}, part_{place}" for item, place in enumerate(where, 1))
     turns = {HAS_RECEIVED: 3}
@@ -415,7 +415,7 @@ def taken_parts_of_three_items(kernels: Kernels) -> str:
     return text(
         {
             "gpu0.k0.cta0.t0": kernels.thread(function, {}, {TAKEN: writes}, [], turns),
-            "gpu0.k0.cta0.t32": kernels.thread(function, {}, of_slow, [], turns),
+            "gpu0.k0.cta0.t1": kernels.thread(function, {}, of_slow, [], turns),
         }
     )
 
