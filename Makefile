@@ -1,6 +1,7 @@
 # make demo    watch a vLLM server run expert parallelism through our dispatch and combine
 # make demo DEMO_ARGS="--framework sglang"  the same with an SGLang server
-# make test    every check and every test
+# make test    every check and every test but the long ones; SHARD=3/10 adds a tenth of the long ones
+# make test-long  every long test; writes tests/evidence.json
 # make upstream-tests  a selection of vLLM's own tests, run against our backend
 # make dist    the wheel and the sdist in dist/, each installed and used from an empty directory
 # make lint    the linters and the type checker alone
@@ -14,6 +15,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+SHARD ?=
 DEMO_ARGS ?=
 UPSTREAM_ARGS ?=
 
@@ -35,7 +37,7 @@ BENCHMARKS := "bench_moe_comm.py --iters 30" "bench_recipes.py --iterations 10" 
 	bench_launch.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env sglang-env demo test upstream-tests dist lint typecheck bench clean distclean
+.PHONY: help env sglang-env demo test test-long upstream-tests dist lint typecheck bench clean distclean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p; s/^# \(PYTHON.*\)/\1/p' Makefile
@@ -104,7 +106,10 @@ demo: env $(if $(findstring sglang,$(DEMO_ARGS)),sglang-env)
 # Three processes, for two cores: each waits much of the time, for servers and for time limits that it
 # tests. `-n 0` in PYTEST_ARGS: none.
 test: lint $(VENV)/nvrtc-$(OLDEST_NVRTC) $(SGLANG_WHERE_IT_RUNS)
-	@$(PY) -m pytest -n 3 --max-worker-restart 0 $(PYTEST_ARGS)
+	@$(PY) -m pytest -n 3 --max-worker-restart 0 $(if $(SHARD),--shard $(SHARD)) $(PYTEST_ARGS)
+
+test-long: env $(VENV)/nvrtc-$(OLDEST_NVRTC) $(SGLANG_WHERE_IT_RUNS)
+	@$(PY) -m pytest -n 2 -m long --record $(if $(SHARD),--shard $(SHARD)) $(PYTEST_ARGS)
 
 # --fast, --group NAME, --gpu N, --list and more in UPSTREAM_ARGS; each outcome must be as expected.
 upstream-tests: env

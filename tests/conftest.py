@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.long_tests import LongTests
 from tests.support.process_state import ProcessState
 from tests.support.turns import Turn
 
@@ -51,6 +52,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # The processes of a run share the cores. A second OpenMP thread of each would spin while it
     # waits for a core that another process has. OpenMP reads this when torch is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("long tests")
+    group.addoption("--shard", metavar="K/N", help="also every N-th long test, from the K-th on")
+    group.addoption(
+        "--record", action="store_true", help="write which long tests passed to tests/evidence.json"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(LongTests(config))
 
 
 def _is_one_of_many(config: pytest.Config) -> bool:
