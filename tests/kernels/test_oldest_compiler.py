@@ -31,18 +31,27 @@ pytestmark = [
 ]
 
 
-def test_the_oldest_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The kernels, compiled by the oldest compiler."""
+    monkeypatch.setenv("MOE_NVLINK_CXX", OLDEST)
+    return host.build(kernel_texts.host_source(), builds.flags(LEVEL))
+
+
+def test_the_oldest_compiler_compiles_the_kernels(library: Path) -> None:
     readme = README.read_text(encoding="utf-8")
     row = re.search(r"\| host compiler \| g\+\+ (\d+) and newer", readme)
     assert row is not None
     assert f"g++-{row[1]}" == OLDEST
-    monkeypatch.setenv("MOE_NVLINK_CXX", OLDEST)
-    path = host.build(kernel_texts.host_source(), builds.flags(LEVEL))
     version = f"GCC: \\([^)]*\\) {row[1]}\\.".encode()  # in the section .comment
-    assert re.search(version, path.read_bytes())
-    if lacking := builds.missing(LEVEL):
-        pytest.skip(f"compiled, not executed: this processor lacks {', '.join(lacking)}")
-    load = mock.Mock(return_value=host.HostLibrary(path))
+    assert re.search(version, library.read_bytes())
+
+
+@pytest.mark.skipif(
+    bool(builds.missing(LEVEL)), reason=f"not executed: this processor does not know {LEVEL}"
+)
+def test_its_kernels_give_the_same_bits(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = mock.Mock(return_value=host.HostLibrary(library))
     monkeypatch.setattr(host, "load", load)
     for recipe in RECIPES:
         test_quantisers.test_rows_of_several_pieces(recipe, torch.bfloat16)

@@ -351,6 +351,31 @@ def test_more_ranks_than_sms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert "2 together, and the GPU has 1" in message
 
 
+def launches_of_a_counted_round(small_tokens: int) -> tuple[int, int, bool]:
+    """Return the launches of dispatch and of combine, and whether the counts are right."""
+    control = fake_cuda.control()
+    with alone(num_expert_counts=8, small_tokens=small_tokens) as layer:
+        hidden, ids, weights = inputs(layer, 3)
+        before = control.last_launch().count
+        received = layer.dispatch(hidden, ids, weights)
+        between = control.last_launch().count
+        rows = layer.combine_input().copy_(received.hidden_states)
+        layer.combine(rows, received.metadata)
+        after = control.last_launch().count
+        assert received.expert_counts is not None
+        counted = torch.bincount(ids.flatten().long(), minlength=8)
+        right = torch.equal(received.expert_counts[0].long(), counted)
+    return between - before, after - between, right
+
+
+@pytest.mark.parametrize("small_tokens", [0, 8])
+def test_counts_per_expert_cost_no_launch(
+    small_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = in_driver(launches_of_a_counted_round, tmp_path, monkeypatch, small_tokens)
+    assert found == (1, 1, True)
+
+
 # The product's cases, launched by the driver.
 
 

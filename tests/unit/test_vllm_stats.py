@@ -75,13 +75,16 @@ def resting_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    """Who has opened the file reads the state that was whole then, whatever is written since."""
     counters = Counters()
     writer = StatsWriter(tmp_path, ABOUT, counters.read)
     writer.close()
-    for rounds in range(200):
-        counters.count(rounds)
+    before = json.loads(_path(writer).read_text("utf-8"))
+    with _path(writer).open(encoding="utf-8") as reader:
+        counters.count(5)
         writer._write()
-        assert json.loads(_path(writer).read_text("utf-8"))["rounds"] == rounds
+        assert json.load(reader) == before
+    assert json.loads(_path(writer).read_text("utf-8"))["rounds"] == 5
 
 
 def test_unchanged_counters_are_not_written_again(tmp_path: Path) -> None:
