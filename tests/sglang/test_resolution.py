@@ -106,6 +106,13 @@ def test_the_budget_counts_drafts_and_graphs(resolved: Resolve) -> None:
         ({"tp_size": 4, "ep_size": 2}, ["--ep-size is 2, --tp-size 4", "remove --ep-size"]),
         ({"nnodes": 2, "tp_size": 4}, ["--nnodes is 2", "set it to 1"]),
         ({"pp_size": 2}, ["--pp-size is 2", "set it to 1"]),
+        ({"attn_cp_size": 2, "tp_size": 4}, ["--attn-cp-size is 2", "set it to 1"]),
+        ({"dcp_size": 2}, ["--dcp-size is 2", "set it to 1"]),
+        (
+            {"moe_dp_size": 2, "attn_cp_size": 2, "tp_size": 4},
+            ["--moe-dp-size is 2", "set it to 1"],
+        ),
+        ({"dwdp_size": 2}, ["--dwdp-size is 2", "set it to 1"]),
         ({"disable_attn_tp_gather": True}, ["--disable-attn-tp-gather", "Remove it"]),
         ({"enable_pdmux": True}, ["remove --enable-pdmux"]),
         ({"enable_lora": True}, ["LoRA", "remove --enable-lora"]),

@@ -18,9 +18,11 @@ from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MODELS, write_checkpoint
 from moe_nvlink_plugin.integration.vllm import backend
 from moe_nvlink_plugin.integration.vllm.choices import KEY, options_of
+from moe_nvlink_plugin.integration.vllm.scheduler import capacity
 
 pytestmark = pytest.mark.usefixtures("environment")
 
+SCHEDULER = "moe_nvlink_plugin.integration.vllm.scheduler.GuaranteedNoEvictScheduler"
 README = Path(__file__).parents[2] / "integration" / "vllm" / "README.md"
 
 
@@ -79,6 +81,20 @@ def test_every_option_of_ours_arrives_as_it_is_written(
     compiled = written["compilation-config"]
     assert found.compilation_config.cudagraph_mode.name == compiled["cudagraph_mode"]
     assert found.compilation_config.cudagraph_capture_sizes == compiled["cudagraph_capture_sizes"]
+
+
+def test_the_schedulers_options_arrive_too(documented: str, tmp_path: Path) -> None:
+    given = "  moe_nvlink:\n    capacity: {policy: guaranteed_no_evict, reserve: 0.5}\n"
+    text = documented.replace("  moe_nvlink:\n", given) + f"scheduler-cls: {SCHEDULER}\n"
+    found = _engine_args(text, tmp_path)
+    assert found.additional_config[KEY]["capacity"]["reserve"] == 0.5
+    here = ("--skip-tokenizer-init", "--dtype=float32", "--max-model-len=512")
+    with_draft = dataclasses.replace(MODELS["glm4_moe"], num_mtp_layers=1)
+    model = write_checkpoint(tmp_path / "model", with_draft)
+    config = _engine_args(
+        text.replace("model: MODEL\n", f"model: {model}\n"), tmp_path, *here
+    ).create_engine_config()
+    assert capacity.check(config) == capacity.Capacity(reserve=0.5)
 
 
 def test_its_server_starts(documented: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+import moe_nvlink_plugin
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
 from moe_nvlink_plugin.integration import vllm as adapter
 from moe_nvlink_plugin.integration.vllm.backend import (
@@ -140,13 +141,31 @@ def test_python_takes_the_name(checkpoint: Path) -> None:
         additional_config={"mine": 1},
     ).create_engine_config()
     assert is_selected(config)
-    ours = {**ASKED, VERSION_KEY: version("moe-nvlink-plugin")}
+    ours = {**ASKED, VERSION_KEY: platform.code_version()}
     assert config.additional_config == {"mine": 1, **ours}
     assert config.parallel_config.all2all_backend == CARRIER
-    # Graphs that vLLM has compiled with another version of ours are not taken.
+    # Graphs that vLLM has compiled with other code of ours are not taken.
     before = config.compute_hash()
     config.additional_config[VERSION_KEY] = "0.0.0"
     assert config.compute_hash() != before
+
+
+def test_the_version_of_the_code_changes_with_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, linked = tmp_path / "package", tmp_path / "linked"
+    for folder in (package, linked):
+        folder.mkdir()
+    (package / "__init__.py").write_text("")
+    (linked / "ops.py").write_text("before")
+    (package / "integration").symlink_to(linked)  # as in a checkout
+    monkeypatch.setattr(moe_nvlink_plugin, "__file__", str(package / "__init__.py"))
+    seen = []
+    for text in ("before", "after", "before"):
+        (linked / "ops.py").write_text(text)
+        seen.append(platform.code_version.__wrapped__())
+    assert seen[0] == seen[2] != seen[1]
+    assert seen[0].startswith(version("moe-nvlink-plugin") + "+")
 
 
 def test_python_refuses_an_unknown_name(checkpoint: Path) -> None:
