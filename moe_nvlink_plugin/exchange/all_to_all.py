@@ -79,6 +79,11 @@ class MoeAllToAll:
     received row. Combine adds these partial rows without weights, in fp32, as a fixed pairwise tree
     over k. So nothing is weighted or added twice.
 
+    torch.compile traces dispatch and combine without a graph break. With `dynamic=True` one graph
+    serves every number of tokens from 2 on. To serve 0 and 1 with the same graph, call
+    `torch._dynamo.decorators.mark_unbacked(tensor, 0)` on each tensor that has a row for each token
+    (`tests/unit/test_ops.py`).
+
     Attributes:
         config: configuration that `create` got, with defaults filled in.
         recipe: format that travels. If it is a QuantisingRecipe, it can `dequantise` received rows.

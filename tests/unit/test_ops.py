@@ -344,6 +344,22 @@ def test_compiled_whole_with_any_number_of_tokens(
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_one_graph_for_no_token_one_and_many(plain_layer: MoeAllToAll, backend: str) -> None:
+    """Of sizes that dynamo may not look at; with dynamic=True alone 0 and 1 have a graph each."""
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(
+        lambda *tensors: moe_layer(plain_layer, EXPERTS, *tensors), backend=counter, fullgraph=True
+    )
+    for number, num_tokens in enumerate((7, 0, 1, 16, 2)):
+        arguments = inputs(num_tokens, number)
+        expected = moe_layer(plain_layer, EXPERTS, *arguments)
+        for tensor in arguments:
+            torch._dynamo.decorators.mark_unbacked(tensor, 0)
+        torch.testing.assert_close(compiled(*arguments), expected)
+    assert counter.frame_count == 1
+
+
 def test_compiled_with_automatic_dynamic_shapes(plain_layer: MoeAllToAll) -> None:
     """Without dynamic=True: the first graph is for one size, the second for all the others."""
     counter = CompileCounterWithBackend("aot_eager")
