@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.upstream import fetch
-from tests.upstream.groups import all_groups
+from tests.upstream.groups import Device, all_groups
 
 #: One layer on two ranks.
 CASE = "False-moe_nvlink-2-1-True"
@@ -32,13 +32,13 @@ def tree() -> Path:
         pytest.skip(f"no registry can be reached; {error}")
 
 
-def run(logs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(logs: Path, *arguments: str, timeout_s: float = 850) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.upstream", "--logs", str(logs)]
     with subprocess.Popen(
         [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            printed, said = process.communicate(timeout=850)
+            printed, said = process.communicate(timeout=timeout_s)
         finally:
             process.terminate()  # ends what it has started too, as killing it would not
     return subprocess.CompletedProcess(process.args, process.returncode, printed, said)
@@ -49,6 +49,17 @@ def test_the_fast_subset_ends_as_expected(tmp_path: Path) -> None:
     done = run(tmp_path, "--fast", "--jobs", "2")
     logs = "".join(f"\n== {log.name}\n{log.read_text()[-3000:]}" for log in tmp_path.glob("*.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
+    assert "every outcome is as expected" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "name", [group.name for group in all_groups() if Device.CPU in group.devices]
+)
+def test_a_whole_group_ends_as_expected(name: str, tmp_path: Path) -> None:
+    done = run(tmp_path, "--group", name, timeout_s=1750)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "every outcome is as expected" in done.stdout
 
 
