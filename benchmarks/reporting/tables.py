@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,21 +38,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def shown(result: Result, method: str, *parts: str) -> str:
-    """Say what was measured, by which command, on what, when; then show tables and notes."""
+    """Say what was measured, on what, when; then show tables and notes."""
     machine = result.machine
     what = machine.get("gpu") or f"{machine.get('cpu')}, {machine.get('cores')} cores"
     source = f" ([result file]({result.link}))" if result.link else ""
-    # A lent machine writes to a folder of its own; a second set of a day has another name here.
-    command = re.sub(
-        r"(?<= )/\S*/results/\S*",
-        f"benchmarks/results/{result.path.name}",
-        str(machine.get("command")),
-    )
-    caption = (
-        f"{method}. `{command}`, {what}, {machine.get('date')}, commit "
-        f"{machine.get('commit')}{source}:"
-    )
-    return "\n\n".join([caption, *filter(None, parts)])
+    made = f"{what}, {machine.get('date')}, commit {machine.get('commit')}{source}"
+    return "\n\n".join([f"{method}. {made}:", *filter(None, parts)])
 
 
 def notes(lines: Iterable[str]) -> str:

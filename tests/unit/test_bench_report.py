@@ -361,8 +361,7 @@ def test_the_folder_of_a_lent_machine_is_not_shown(here: Path) -> None:
     result = comm(5.0, 10.0)
     result["machine"]["command"] = "python x --output_file /scratch/a.b/results/r.json"
     write(here, "2031-01-02-h200-moe-comm.json", result)
-    text = report.TABLES["gpu-all"].text("gpu-all", Path("README.md"))
-    assert "`python x --output_file benchmarks/results/2031-01-02-h200-moe-comm.json`" in text
+    assert "scratch" not in report.TABLES["gpu-all"].text("gpu-all", Path("README.md"))
 
 
 def test_a_second_set_of_one_day_is_newer(here: Path) -> None:
