@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -124,36 +125,32 @@ CPU_TABLE, GPU_TABLE = "*-cpu-moe-comm.json", "*-GPU-moe-comm.json"
 GROWTH_CPU, GROWTH_GPU = "*-cpu-growth.json", "*-GPU-growth.json"
 MODEL = "*-model.json"
 SCHEDULER = "*-cpu-scheduler.json"
-
 TABLES: dict[str, Table | Pair] = {
     "serve": Table("*-cpu-serve.json", tables.serve),
+    "exchange-two": Table("*-cpu-ep2.json", tables.moe_comm_alone),
     "exchange-all": Table(CPU_TABLE, tables.moe_comm),
-    "exchange-two": Table("*-cpu-ep2.json", tables.moe_comm),
     "gpu-ratios": Table(GPU_TABLE, tables.ratios),
     "gpu-all": Table(GPU_TABLE, tables.moe_comm),
-    "gpu-small": Pair("moe-comm", "*-GPU-bulk.json", tables.small_beside_bulk),
     "gpu-small-alone": Pair("emulated", "*-GPU-bulk.json", tables.small_beside_bulk),
     "gpu-small-two": Pair("two-ranks", "*-GPU-two-ranks-bulk.json", tables.small_beside_bulk),
     "recipes-all": Table("*-cpu-recipes.json", tables.recipes),
     "recipes-gpu": Table("*-GPU-recipes.json", tables.recipes_gpu),
-    "growth-cpu": Table(GROWTH_CPU, tables.growth),
-    "growth-gpu": Table(GROWTH_GPU, tables.growth),
-    "model": Table(MODEL, tables.model),
-    "ptx-clock": Table("*-ptx-clock.json", tables.ptx_clock),
+    "growth-cpu": Table(GROWTH_CPU, tables.curves),
+    "growth-gpu": Table(GROWTH_GPU, tables.curves),
+    "model": Table(MODEL, partial(tables.model, ep_sizes=(8,))),
+    "ptx-clock": Table("*-ptx-clock.json", partial(tables.ptx_clock, machine="gb200", ep_size=8)),
     "sync": Table("*-sync.json", tables.sync),
     "lm-head": Table("*-cpu-lm-head*.json", tables.lm_head),
     "lm-head-gpu": Table("*-GPU-lm-head.json", tables.lm_head),
     "launch": Table("*-launch-stand-in.json", tables.launch),
     "launch-gpu": Table("*-GPU-launch.json", tables.launch),
-    "scheduler": Table(SCHEDULER, tables.scheduler),
+    "scheduler": Table(SCHEDULER, tables.scheduler_waves),
 }
 PLOTS = {
     "plot-latency": Plot(CPU_TABLE, "latency", "Time against tokens per rank"),
-    "plot-bandwidth": Plot(CPU_TABLE, "bandwidth", "GB/s beside the copy ceiling"),
     "plot-growth-cpu": Plot(GROWTH_CPU, "growth", "Points and fitted curves"),
     "plot-growth-gpu": Plot(GROWTH_GPU, "growth", "Points and fitted curves"),
     "plot-model-fit": Plot(MODEL, "model_fit", "Published times beside the model's"),
-    "plot-model-bandwidth": Plot(MODEL, "model_bandwidth", "The same as bandwidth"),
     "plot-model-ours": Plot(MODEL, "model_ours", "Our kernels, predicted"),
     "plot-model-where": Plot(MODEL, "model_where", "Where our time goes, predicted"),
     "plot-scheduler-iterations": Plot(SCHEDULER, "iterations", "Running requests and KV cache"),

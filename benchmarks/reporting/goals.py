@@ -238,14 +238,14 @@ def model_error(results: Sequence[Result]) -> Found | None:
     return Found(checked["fitted"]["summary"]["median"], result, remark=remark)
 
 
-_EP4 = "CPU, 4 ranks, hidden 7168, top_k 8, bf16, 128 tokens per rank: dispatch + combine"
-_EP2 = "CPU, 2 ranks on 2 cores, hidden 7168, top_k 8, bf16"
-_OVER_BF16 = "CPU, 4 ranks, hidden 7168, top_k 8, 128 tokens and more, time over that of bf16"
+_EP4 = "CPU, 4 ranks, 128 tokens per rank: dispatch + combine"
+_EP2 = "CPU, 2 ranks on 2 cores"
+_OVER_BF16 = "CPU, 4 ranks, 128 tokens and more, time over bf16's"
 _FP8 = over_bf16("dispatch", "fp8_block", "fp8_token", "fp8_tensor", "mxfp8")
 _SERVER = "CPU, demo server, 2 ranks: decode tokens/s against"
 _SEAMS = "gloo AG/RS through the same seams"
 _ONE_RANK = "a server of one rank on the same two cores"
-_EMULATED = "one H100 or H200, 8 ranks emulated, L2 flushed"
+_EMULATED = "one H100 or H200, 8 ranks emulated"
 _ALIKE = f"{_EMULATED}, each rank on a branch of one graph"
 _PART = "part of FlashInfer moe_a2a's time"
 _GROWTH = "curves of time against tokens, ranks, top_k and payload"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,21 +38,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def shown(result: Result, method: str, *parts: str) -> str:
-    """Say what was measured, by which command, on what, when; then show tables and notes."""
+    """Say what was measured, on what, when; then show tables and notes."""
     machine = result.machine
     what = machine.get("gpu") or f"{machine.get('cpu')}, {machine.get('cores')} cores"
     source = f" ([result file]({result.link}))" if result.link else ""
-    # A lent machine writes to a folder of its own; a second set of a day has another name here.
-    command = re.sub(
-        r"(?<= )/\S*/results/\S*",
-        f"benchmarks/results/{result.path.name}",
-        str(machine.get("command")),
-    )
-    caption = (
-        f"{method}. `{command}`, {what}, {machine.get('date')}, commit "
-        f"{machine.get('commit')}{source}:"
-    )
-    return "\n\n".join([caption, *filter(None, parts)])
+    made = f"{what}, {machine.get('date')}, commit {machine.get('commit')}{source}"
+    return "\n\n".join([f"{method}. {made}:", *filter(None, parts)])
 
 
 def notes(lines: Iterable[str]) -> str:
@@ -91,29 +81,35 @@ def times(found: Row, unit: str = "_us") -> str:
 
 
 def moe_comm(result: Result) -> str:
-    """Render all rows, the ceiling's method, what each backend is spared, what is not shown."""
-    columns = ["tokens per rank", "exchange", *(f"{phase} us (quartiles)" for phase in PHASES)]
-    columns += ["times ours (quartiles)", "GB/s logical / wire", "of ceiling"]
-    ranks = (
-        "ranks emulated on one device"
-        if result.options.get("emulate_ranks")
-        else "one rank a process"
-    )
-    ranks += ", bound to cores in turn" if result.options.get("bind") else ""
-    method = f"{layer(result)}; {ranks}; median of {result.options['iters']} iterations"
+    """Render a line for each batch, the ceiling's method, what each backend is spared."""
     rows = result.data["rows"]
-    body = [_moe_comm_row(row) for row in rows]
     said = [f"Ceiling: {result.data.get('ceiling', 'not stated')}."]
-    said += [f"{_name(row)}: {row['given']}." for row in rows if row.get("given")]
-    said += [f"Not measured: {text}." for text in result.data.get("not_measured", [])]
-    return shown(result, method, table(columns, body), notes(dict.fromkeys(said)))
+    given: dict[str, dict[str, None]] = {}
+    for row in rows:
+        for part in (row.get("given") or "").split("; "):
+            given.setdefault(NAMES.get(row["backend"], row["backend"]), {})[part] = None
+    said += [f"{name}: {'; '.join(filter(None, parts))}." for name, parts in given.items()]
+    if left_out := result.data.get("not_measured", []):
+        said.append(f"Not measured: {'; '.join(left_out)}.")
+    return shown(result, _of_layer(result), _batches(rows), notes(said))
+
+
+def moe_comm_alone(result: Result) -> str:
+    """Render the same without the notes, for a table beside one that has them."""
+    return shown(result, _of_layer(result), _batches(result.data["rows"]))
+
+
+def _of_layer(result: Result) -> str:
+    emulated, bound = (result.options.get(name) for name in ("emulate_ranks", "bind"))
+    ranks = "ranks emulated on one device" if emulated else "one rank a process"
+    ranks += ", bound to cores in turn" if bound else ""
+    return f"{layer(result)}; {ranks}; median of {result.options['iters']} iterations"
 
 
 def _name(row: Row) -> str:
-    """Name the backend; of emulated ranks, how they were launched, and which kernels of ours."""
+    """Name the backend; of emulated ranks, how they were launched."""
     name = NAMES.get(row["backend"], row["backend"])
-    launched = f"{name}, {row['launch']}" if "launch" in row else str(name)
-    return f"{launched}, kernels {_small(row)}" if row.get("is_small") else launched
+    return f"{name}, {row['launch']}" if "launch" in row else str(name)
 
 
 def _small(row: Row) -> str:
@@ -121,15 +117,44 @@ def _small(row: Row) -> str:
     return "for small batches" + ("" if row.get("combine_is_small", True) else " in dispatch alone")
 
 
-def _moe_comm_row(row: Row) -> list[str]:
-    both, share = row["both"], row["both"].get("of_ceiling")
-    ours = "1" if row["backend"] == OURS else spread(row.get("ratio_to_ours", {}).get("both"))
-    return [
-        *(str(row["tokens"]), _name(row), *(times(row[phase]) for phase in PHASES)),
-        ours or ("not comparable" if "launch" in row else ""),
-        f"{both['logical_gb_s']:.2f} / {both['wire_gb_s']:.2f}",
-        "" if share is None else f"{share:.0%}",
-    ]
+def _batches(rows: Sequence[Row]) -> str:
+    """Render ours, then the peers with their ratio to ours, then ours in one launch."""
+    places = {_name(row): _place(row) for row in rows}
+    names = sorted(places, key=lambda name: places[name])
+    has_small = any(row.get("is_small") for row in rows)
+    columns = ["tokens per rank", *(["our kernels"] if has_small else [])]
+    for name in names:
+        columns.append(f"{name}: dispatch, combine, both us")
+        columns += [["of ceiling"], ["both, times ours (quartiles)"], []][places[name]]
+    body = []
+    for tokens in dict.fromkeys(row["tokens"] for row in rows):
+        found = {_name(row): row for row in rows if row["tokens"] == tokens}
+        cells = [str(tokens)]
+        if has_small:
+            cells.append(next((_small(row) for row in found.values() if row.get("is_small")), ""))
+        for name in names:
+            cells += _of_batch(places[name], found.get(name))
+        body.append(cells)
+    return table(columns, body)
+
+
+def _place(row: Row) -> int:
+    """Return 0 for ours, 2 for ours that is launched otherwise than the peers, 1 for a peer."""
+    return {OURS: 0, f"{OURS}_one_launch": 2}.get(row["backend"], 1)
+
+
+def _of_batch(place: int, row: Row | None) -> list[str]:
+    """Return a backend's cells of one batch; empty ones if it did not run."""
+    if row is None:
+        return [""] if place == 2 else ["", ""]
+    cells = [", ".join(us(row[phase]["median_us"]) for phase in PHASES)]
+    if place == 0:
+        share = row["both"].get("of_ceiling")
+        cells.append("" if share is None else f"{share:.0%}")
+    if place == 1:
+        ratio = spread(row.get("ratio_to_ours", {}).get("both"))
+        cells.append(ratio or ("not comparable" if "launch" in row else ""))
+    return cells
 
 
 def ratios(result: Result) -> str:
@@ -140,16 +165,17 @@ def ratios(result: Result) -> str:
     body = [
         [
             f"{NAMES.get(backend, backend)}, {phase}",
-            *(spread(of_batch.get((backend, batch), {}).get(phase)) for batch in tokens),
+            *(_middle_of(of_batch.get((backend, batch), {}).get(phase)) for batch in tokens),
         ]
         for backend in dict.fromkeys(row["backend"] for row in found)
         for phase in PHASES
     ]
-    method = (
-        f"Their time over ours (above 1: ours is faster), quartiles of single iterations in "
-        f"brackets; {layer(result)}"
-    )
+    method = f"Their time over ours (above 1: ours is faster), medians; {layer(result)}"
     return shown(result, method, table(["tokens per rank", *map(str, tokens)], body))
+
+
+def _middle_of(ratio: Row | None) -> str:
+    return f"{ratio['median']:.2f}" if ratio else ""
 
 
 def small_beside_bulk(small: Result, bulk: Result) -> str:
@@ -161,20 +187,16 @@ def small_beside_bulk(small: Result, bulk: Result) -> str:
         bulk: every batch has the kernels for large ones.
     """
     first = {(row["launch"], row["tokens"]): row for row in small.data["rows"]}
-    columns = ["tokens per rank", "kernels", *(f"{phase} us (quartiles)" for phase in PHASES)]
-    columns += [f"{phase}, over bulk" for phase in PHASES]
+    columns = ["tokens per rank", "kernels"]
+    columns += [f"{phase} us, beside bulk's (over bulk)" for phase in PHASES]
     body = []
     for row in bulk.data["rows"]:
         if (other := first.get((row["launch"], row["tokens"]))) is None:
             continue
         kernels = _small(other) if other.get("is_small") else "bulk again"
-        over = (other[phase]["median_us"] / row[phase]["median_us"] for phase in PHASES)
-        for name, each, rest in (
-            (kernels, other, [f"{value:.2f}" for value in over]),
-            ("bulk", row, ["1"] * len(PHASES)),
-        ):
-            spans = (times(each[phase]) for phase in PHASES)
-            body.append([str(row["tokens"]), name, *spans, *rest])
+        pairs = ((other[phase]["median_us"], row[phase]["median_us"]) for phase in PHASES)
+        cells = (f"{us(one)} / {us(two)} ({one / two:.2f})" for one, two in pairs)
+        body.append([str(row["tokens"]), kernels, *cells])
     method = (
         f"{layer(small)}; one launch of all ranks; median of {small.options['iters']} iterations; "
         f"bulk is [another result file]({bulk.link}) of the same run"
@@ -185,81 +207,101 @@ def small_beside_bulk(small: Result, bulk: Result) -> str:
 # --- recipes, the LM head, a launch, serving ------------------------------------------------------
 
 
+#: What a row's name may say after its format: how its dispatch came to quantised rows.
+WAYS = ("", "fused", "two steps", "given rows", "quantiser alone")
+
+
 def recipes(result: Result) -> str:
-    """Render every recipe's dispatch and every format's combine."""
-    columns = ["tokens per rank", "verb", "format", "bytes to other ranks, per token", "ms"]
-    columns += ["times faster than bf16", "fused faster than quantising first"]
+    """Render every recipe's dispatch and every format's combine, beside bf16."""
+    heads = ["fused faster than quantising first"]
     body = [
-        [
-            *(str(row["tokens"]), row["verb"], row["name"].removesuffix(" fused")),
-            *(f"{row['wire_bytes_per_token']:.0f}", f"{row['median_us'] / 1e3:.1f}"),
-            spread(row.get("times_bf16") if row["name"] != "bf16" else None),
-            spread(row.get("over_two_steps")),
-        ]
-        for row in result.data["rows"]
-        if not row["name"].endswith(("two steps", "torch"))
+        [*cells, spread(rows.get("fused", {}).get("over_two_steps"))]
+        for cells, rows in _formats(result)
     ]
-    method = (
-        f"{layer(result)}; median of {result.options['iterations']} iterations, in brackets "
-        "the quartiles of single iterations"
-    )
-    return shown(result, method, table(columns, body))
+    return shown(result, _of_recipes(result), table([*_heads(result), *heads], body))
 
 
 def recipes_gpu(result: Result) -> str:
     """Render the same of ranks emulated on a GPU: fused, of rows that were given, the quantiser."""
-    columns = ["tokens per rank", "verb", "format", "bytes to other ranks, per token"]
-    columns += ["us (quartiles)", "times faster than bf16", "rows given, us"]
-    columns += ["quantiser alone, us", "time over the quantiser's"]
-    ways = ("", " fused", " given rows", " quantiser alone")
-    of_format: dict[tuple[int, str, str], dict[str, Row]] = {}
-    for row in result.data["rows"]:
-        name, _, way = row["name"].partition(" ")
-        way = f" {way}" if way else ""
-        if way in ways:  # bf16 has turns with each recipe: its first ones are shown
-            key = row["tokens"], row["verb"], name
-            of_format.setdefault(key, {}).setdefault(way, row)
+    heads = ["rows given, us", "quantiser alone, us", "time over the quantiser's"]
     body = []
-    for (tokens, verb, name), rows in of_format.items():
-        row = rows.get(" fused") or rows[""]
-        rest = (rows.get(way) for way in ways[2:])
+    for cells, rows in _formats(result):
+        alone = (rows.get(way) for way in WAYS[3:])
         body.append(
             [
-                *(str(tokens), verb, name, f"{row['wire_bytes_per_token']:.0f}", times(row)),
-                spread(row.get("times_bf16") if name != "bf16" else None),
-                *(us(found["median_us"]) if found else "" for found in rest),
-                spread(row.get("over_quantiser")),
+                *cells,
+                *(us(found["median_us"]) if found else "" for found in alone),
+                spread(rows.get("fused", {}).get("over_quantiser")),
             ]
         )
-    method = (
-        f"{layer(result)}; ranks emulated on one device; median of "
-        f"{result.options['iterations']} iterations"
-    )
-    said = list(_estimates(result))
-    if said:
+    parts = [table([*_heads(result), *heads], body)]
+    if estimates := list(_estimates(result)):
         text = (
             "*Estimate, no measurement*, of combine with {} GPUs, each with a rank: the additional "
-            "work is divided among them, the links carry {} GB/s (nominal), and neither overlaps"
+            "work is divided among them, the links carry {} GB/s (nominal), and neither overlaps. "
+            "us of work more, us of bytes less, of all bytes:"
         )
-        said.insert(0, text.format(result.options["ep_size"], LINK_GB_S))
-    return shown(result, method, table(columns, body), notes(said))
+        batches = [f"{tokens} tokens" for tokens in _batches_of(result)]
+        parts += [text.format(result.options["ep_size"], LINK_GB_S)]
+        parts += [table(["combine", *batches], estimates)]
+    return shown(result, f"{_of_recipes(result)}; ranks emulated on one device", *parts)
 
 
-def _estimates(result: Result) -> Iterator[str]:
+def _of_recipes(result: Result) -> str:
+    return (
+        f"{layer(result)}; median of {result.options['iterations']} iterations; behind the time, "
+        f"how many times faster than bf16 (quartiles); last columns: {_batches_of(result)[-1]} "
+        "tokens"
+    )
+
+
+def _batches_of(result: Result) -> list[int]:
+    return list(dict.fromkeys(row["tokens"] for row in result.data["rows"]))
+
+
+def _heads(result: Result) -> list[str]:
+    batches = (f"{tokens} tokens, us" for tokens in _batches_of(result))
+    return ["verb", "format", "bytes to other ranks, per token", *batches]
+
+
+def _formats(result: Result) -> Iterator[tuple[list[str], dict[str, Row]]]:
+    """Yield each format's cells, and its rows of the largest batch by their way."""
+    found: dict[tuple[str, str], dict[int, dict[str, Row]]] = {}
+    for row in result.data["rows"]:
+        name, _, way = row["name"].partition(" ")
+        if way in WAYS:  # bf16 has turns with each recipe: its first ones are shown
+            batches = found.setdefault((row["verb"], name), {})
+            batches.setdefault(row["tokens"], {}).setdefault(way, row)
+    largest = _batches_of(result)[-1]
+    for (verb, name), batches in found.items():
+        rows = batches.get(largest, {})
+        cells = [verb, name, f"{_sent(rows)['wire_bytes_per_token']:.0f}"]
+        for tokens in _batches_of(result):
+            row = _sent(batches[tokens])
+            faster = spread(row.get("times_bf16") if name != "bf16" else None)
+            cells.append("; ".join(filter(None, (us(row["median_us"]), faster))))
+        yield cells, rows
+
+
+def _sent(rows: Mapping[str, Row]) -> Row:
+    """Return the row of what a user calls."""
+    return rows.get("fused") or rows[""]
+
+
+def _estimates(result: Result) -> Iterator[list[str]]:
     """Yield what each format of combine would cost and save, if every rank had a GPU."""
     combines = [row for row in result.data["rows"] if row["verb"] == "combine"]
-    plain = {row["tokens"]: row for row in combines if row["name"] == "bf16"}
-    for row in combines:
-        if (bf16 := plain.get(row["tokens"])) is None or row is bf16:
-            continue
-        work = (row["median_us"] - bf16["median_us"]) / result.options["ep_size"]
-        sent, all_sent = (
-            each["wire_bytes_per_token"] * row["tokens"] / LINK_GB_S / 1e3 for each in (row, bf16)
-        )
-        yield (
-            f"{row['name']}, {row['tokens']} tokens: {work:.1f} us of work more, "
-            f"{all_sent - sent:.1f} us of bytes less, of {all_sent:.1f}"
-        )
+    of_format = {(row["name"], row["tokens"]): row for row in combines}
+    for name in dict.fromkeys(row["name"] for row in combines if row["name"] != "bf16"):
+        cells = [str(name)]
+        for tokens in _batches_of(result):
+            row, bf16 = of_format[name, tokens], of_format["bf16", tokens]
+            work = (row["median_us"] - bf16["median_us"]) / result.options["ep_size"]
+            sent, all_sent = (
+                each["wire_bytes_per_token"] * tokens / LINK_GB_S / 1e3 for each in (row, bf16)
+            )
+            cells.append(f"{work:.1f}, {all_sent - sent:.1f}, {all_sent:.1f}")
+        yield cells
 
 
 def lm_head(result: Result) -> str:
@@ -296,7 +338,7 @@ def _crossover(group: Row) -> str:
 
 def launch(result: Result) -> str:
     """Render the host cost of a launch, level by level."""
-    fields = {"median_us": "us, median", "min_us": "least", "p95_us": "p95"}
+    fields = {"median_us": "us, median", "p95_us": "p95"}
     body = [
         [name, *(f"{row[field]:.2f}" for field in fields)]
         for name, row in result.data["rows"].items()
@@ -307,19 +349,33 @@ def launch(result: Result) -> str:
 
 def serve(result: Result) -> str:
     """Render decode tokens/s of the server through each backend, and ours over the others."""
-    columns = ["requests at once", "exchange", "decode tokens/s (quartiles)"]
+    rates = {
+        (int(row["concurrency"]), row["backend"]): row["decode_tokens_per_s"]
+        for row in result.data["rows"]
+    }
+    backends = sorted(
+        dict.fromkeys(backend for _, backend in rates), key=lambda backend: backend != OURS
+    )
+    columns = ["requests at once"]
+    for backend in backends:
+        columns.append(f"{NAMES.get(backend, backend)}: tokens/s")
+        columns += [] if backend == OURS else ["ours over it (quartiles)"]
     body = []
-    for row in sorted(result.data["rows"], key=lambda row: int(row["concurrency"])):
-        count = str(row["concurrency"])
-        ratio = result.data["ratio"].get(row["backend"], {}).get(count)
-        rate = times(row["decode_tokens_per_s"], "")
-        body.append([count, _name(row), rate, spread(ratio) or "1"])
+    for count in sorted({concurrency for concurrency, _ in rates}):
+        cells = [str(count)]
+        for backend in backends:
+            rate = rates.get((count, backend))
+            cells.append(us(rate["median"]) if rate else "")
+            if backend != OURS:
+                cells.append(spread(result.data["ratio"].get(backend, {}).get(str(count))))
+        body.append(cells)
     text = (
         "vLLM server of {ep_size} ranks, {layers} layers, hidden size {hidden_size}, top_k {top_k},"
-        " {num_experts} experts; every answer {tokens} tokens, median of {rounds} rounds"
+        " {num_experts} experts; decode tokens/s of answers of {tokens} tokens, median of {rounds} "
+        "rounds"
     )
     method = text.format(**result.options | {"ep_size": result.data["ep_size"]})
-    return shown(result, method, table([*columns, "ours over it (quartiles)"], body))
+    return shown(result, method, table(columns, body))
 
 
 # --- kind "scheduler": bench_scheduler.py ---------------------------------------------------------
@@ -327,36 +383,41 @@ def serve(result: Result) -> str:
 #: Heading -> fields of a row.
 _WAITS = {
     "first token, ms: p50, p99": ("first_p50_ms", "first_p99_ms"),
-    "between tokens, ms: p50, p99": ("gap_p50_ms", "gap_p99_ms"),
     "largest gap of a request, ms: p50, most": ("largest_gap_p50_ms", "largest_gap_max_ms"),
 }
 
 
 def scheduler(result: Result) -> str:
-    """Render waves, then requests that arrive at several rates, by policy."""
+    """Render waves of requests, then requests that arrive at several rates, by policy."""
     columns = ["policy", "preemptions", "longest pause, iterations", *_WAITS]
     columns += ["whole request, ms: p50", "tokens/s"]
+    rates = [[f"{row['rate']:g}", *_scheduler_row(row)] for row in result.data["rows"]]
+    return "\n\n".join(
+        [
+            scheduler_waves(result),
+            "Long answers, independent arrivals:",
+            table(["requests/s", *columns], rates),
+        ]
+    )
+
+
+def scheduler_waves(result: Result) -> str:
+    """Render waves alone; the plots show what arrives at several rates."""
+    columns = ["workload", "policy", "preemptions", "longest pause, iterations", *_WAITS]
+    columns += ["whole request, ms: p50", "tokens/s", "iterations", "mean KV share"]
     workloads = result.data["workloads"]
     waves = [
         [
             *(workloads[row["workload"]]["title"], *_scheduler_row(row)),
-            *(_middle(row, "iterations"), str(row["most_running"]), f"{row['kv_share']:.0%}"),
+            *(_middle(row, "iterations"), f"{row['kv_share']:.0%}"),
         ]
         for row in result.data["waves"]
     ]
-    of_waves = ["workload", *columns, "iterations", "most running", "mean KV share"]
-    rates = [[f"{row['rate']:g}", *_scheduler_row(row)] for row in result.data["rows"]]
     method = (
         "vLLM server of one rank, {model}, KV cache of {kv_blocks} blocks of {block_size} tokens; "
-        "every figure is the median of {rounds} rounds"
+        "all requests at once; every figure is the median of {rounds} rounds"
     )
-    parts = (
-        "All requests at once:",
-        table(of_waves, waves),
-        "Long answers, independent arrivals:",
-        table(["requests/s", *columns], rates),
-        notes(_about_schedules(result)),
-    )
+    parts = (table(columns, waves), notes(_about_schedules(result)))
     return shown(result, method.format(**result.options), *parts)
 
 
@@ -390,8 +451,20 @@ def _middle(row: Row, field: str) -> str:
 
 
 def growth(result: Result) -> str:
-    """Render each series' curve, how far its points lie off it, and the knees; then the points."""
-    body, dimensions = [], dict[str, list[Row]]()
+    """Render the curves, then the points."""
+    return "\n\n".join([curves(result), *map(_points, _dimensions(result).values())])
+
+
+def _dimensions(result: Result) -> dict[str, list[Row]]:
+    dimensions = dict[str, list[Row]]()
+    for series in result.data["series"]:
+        dimensions.setdefault(series["dimension"], []).append(series)
+    return dimensions
+
+
+def curves(result: Result) -> str:
+    """Render each series' curve, how far its points lie off it, and the knees."""
+    body = []
     for series in result.data["series"]:
         fit, points = series["fit"], series["points"]
         off = sorted(abs(each) for each in fit["off"])
@@ -399,12 +472,11 @@ def growth(result: Result) -> str:
         spanned = f"{series['x_label']}, {points[0][0]:g} to {points[-1][0]:g}"
         amounts = f"{off[len(off) // 2]:.0%}, {off[-1]:.0%}"
         body.append([series["name"], spanned, f"`{fit['printed']}`", amounts, knees])
-        dimensions.setdefault(series["dimension"], []).append(series)
     columns = ["series", "x", "fitted curve, us", "off it: median, most", "knees"]
-    means = notes(f"{name}: {of[0]['fit']['where']}." for name, of in dimensions.items())
+    of_dimension = _dimensions(result).items()
+    means = notes(f"{name}: {of[0]['fit']['where']}." for name, of in of_dimension)
     left_out = notes(f"Not measured: {text}." for text in result.data["not_measured"])
-    curves = (table(columns, body), means, *map(_points, dimensions.values()), left_out)
-    return shown(result, result.data["shows"], *curves)
+    return shown(result, result.data["shows"], table(columns, body), means, left_out)
 
 
 def _points(of_dimension: Sequence[Row]) -> str:
@@ -419,8 +491,12 @@ def _points(of_dimension: Sequence[Row]) -> str:
     return table([first["x_label"], *(f"{point[0]:g}" for point in first["points"])], body)
 
 
-def model(result: Result) -> str:
-    """Render how well the model repeats what was published, and what it predicts of ours."""
+def model(result: Result, ep_sizes: Sequence[int] = ()) -> str:
+    """Render how well the model repeats what was published, and what it predicts of ours.
+
+    Args:
+        ep_sizes: of how many ranks predictions are shown; none: of all that the file has.
+    """
     checked = result.data["validation"]
     errors = {"fitted": checked["fitted"]["summary"]}
     for ep_size, one in checked["leave_one_out"]["by_ep_size"].items():
@@ -432,13 +508,14 @@ def model(result: Result) -> str:
     ]
     columns = ["published figures", "of them", "median error", "90th percentile", "worst"]
     predicted = "Predicted, dispatch + combine, us (range over all fits of the tables):"
-    parts = (table(columns, body), predicted, _predictions(result))
+    parts = (table(columns, body), predicted, _predictions(result, ep_sizes))
     return shown(result, result.data["shows"], *parts)
 
 
-def _predictions(result: Result) -> str:
+def _predictions(result: Result, ep_sizes: Sequence[int]) -> str:
     """Render unquantised rows under the default routing, by machine, kernel and number of ranks."""
     rows = pd.DataFrame(result.data["predictions"])
+    rows = rows[rows["ep_size"].isin(ep_sizes)] if ep_sizes else rows
     plain = (rows["recipe"] == "bf16") & (rows["combine_format"] == "bf16")
     rows = rows[plain & rows["tokens"].isin([1, 64, 512, 2048]) & (rows["router"] != "uniform")]
     cells = rows["dispatch"].map(_predicted) + " + " + rows["combine"].map(_predicted)
@@ -456,9 +533,14 @@ def _predicted(verb: Row) -> str:
 # --- kind "ptx_clock": ptx_clock.py ---------------------------------------------------------------
 
 
-def ptx_clock(result: Result) -> str:
-    """Render modelled times, ours beside FlashInfer's, and the clock beside published times."""
-    parts = [_clocked(result.data["rows"])]
+def ptx_clock(result: Result, **shows: Any) -> str:
+    """Render modelled times, ours beside FlashInfer's, and the clock beside published times.
+
+    Args:
+        shows: values that rows must have to be shown, by field.
+    """
+    rows = [row for row in result.data["rows"] if shows.items() <= row.items()]
+    parts = [_clocked(rows)]
     if checked := result.data.get("errors"):
         columns = ["published times, GB200, EP8", "of them", "median error", "worst"]
         body = [
@@ -484,7 +566,7 @@ def _clocked(rows: Sequence[Row]) -> str:
     frame["what"] = frame["verb"] + ", " + frame["kernels"].map(lambda name: NAMES.get(name, name))
     index = ["machine", "ranks", "tokens"]
     wide = frame.pivot_table("cell", index, "what", aggfunc="first", fill_value="", sort=False)
-    heads = ["machine", "ranks", "tokens", *(f"{what}, modelled us" for what in wide.columns)]
+    heads = ["machine", "ranks", "tokens", *(f"{what}, us" for what in wide.columns)]
     return table(heads, [[str(cell) for cell in line] for line in wide.reset_index().to_numpy()])
 
 

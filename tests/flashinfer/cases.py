@@ -882,9 +882,10 @@ def statistics_of_experts(rank: int, ep_size: int) -> None:
 
 @case
 def the_newcomers_page(rank: int, ep_size: int) -> None:
-    """The README's lines, as they stand there; the ranks have met before."""
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    section = text.partition("### From FlashInfer")[2]
+    """The lines of FlashInfer's README, as they stand there; the ranks have met before."""
+    readme = Path(__file__).parents[2] / "integration" / "flashinfer" / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    section = text.partition("## A backend of flashinfer.moe_ep")[2]
     page = section.partition("```python\n")[2].partition("```")[0]
     found: dict[str, Any] = {}
     with mock.patch.object(dist, "init_process_group") as meet:

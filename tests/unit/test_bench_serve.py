@@ -324,7 +324,7 @@ def test_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [server.max_num_seqs for server in STARTED] == [2, 2]
     assert all(server.stopped for server in STARTED)
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 4 + len(rows)
+    assert len(printed) == 4 + len(result["options"]["concurrency"])
     ratio = result["ratio"]["gloo_ag_rs"]["3"]["median"]
     assert f"{ratio:.2f} (" in printed[-1]
 

@@ -510,7 +510,8 @@ def test_nothing_is_left_behind() -> None:
 
 def test_the_readmes_example() -> None:
     """As it stands there, of a smaller head."""
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    readme = Path(__file__).parents[2] / "moe_nvlink_plugin" / "README.md"
+    text = readme.read_text(encoding="utf-8")
     (block,) = (each for each in re.findall(r"```python\n(.*?)```", text, re.S) if "Head" in each)
     assert "129280" in block
     assert "7168" in block

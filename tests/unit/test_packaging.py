@@ -97,7 +97,7 @@ def test_the_first_example_beside_nothing_but_torch(built: dist.Built, tmp_path:
     code = "import importlib.util as u; print(u.find_spec('pytest'), u.find_spec('pip'))"
     assert printed(python, tmp_path, "-c", code) == "None None\n"
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = readme.partition("### From PyTorch alone")[2]
+    section = readme.partition("## PyTorch alone")[2]
     (tmp_path / "exchange.py").write_text(section.partition("```python\n")[2].partition("```")[0])
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     printed(python, tmp_path, *ranks, "exchange.py")

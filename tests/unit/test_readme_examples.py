@@ -1,4 +1,4 @@
-"""Every example of README.md runs as it stands there; its commands, names and sizes are ours."""
+"""Every example of the READMEs for users runs as it stands; commands, names, sizes are ours."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from tests.support.ranks import run_processes
 from tests.unit.small_exchange import config
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README, GUIDE, FLASHINFER = (
+    (ROOT / folder / "README.md").read_text(encoding="utf-8")
+    for folder in (".", "moe_nvlink_plugin", "integration/flashinfer")
+)
 HERE = "tests/unit/test_readme_examples.py"
 
 
@@ -32,17 +35,20 @@ class Place(NamedTuple):
     number: int = 0
 
 
-#: Each example in Python, and the test that executes it.
+#: Each example in Python of the two READMEs, and the test that executes it.
 EXECUTED_BY = {
-    Place("From FlashInfer"): "tests/flashinfer/cases.py::the_newcomers_page",
-    Place("From PyTorch alone"): (
+    Place("PyTorch alone"): (
         "tests/unit/test_packaging.py::test_the_first_example_beside_nothing_but_torch"
     ),
-    Place("From PyTorch alone", 1): f"{HERE}::test_shared_experts_beside_combine",
+    Place("Verbs beside other work"): f"{HERE}::test_shared_experts_beside_combine",
     Place("When a rank dies"): f"{HERE}::test_ranks_go_on_without_a_dead_one",
     Place(
         "Share an LM head among draft ranks"
     ): "tests/unit/test_head.py::test_the_readmes_example",
+}
+#: The same of integration/flashinfer/README.md, whose other blocks are no whole programs.
+WHOLE_PROGRAMS = {
+    Place("A backend of flashinfer.moe_ep"): "tests/flashinfer/cases.py::the_newcomers_page"
 }
 
 
@@ -61,12 +67,14 @@ def examples(text: str) -> dict[Place, str]:
 
 
 def example(heading: str, number: int = 0) -> str:
-    return textwrap.dedent(examples(README)[Place(heading, number)])
+    return textwrap.dedent((examples(README) | examples(GUIDE))[Place(heading, number)])
 
 
 def test_a_test_executes_each_example() -> None:
-    assert examples(README).keys() == EXECUTED_BY.keys()
-    for test in EXECUTED_BY.values():
+    assert examples(README).keys() | examples(GUIDE).keys() == EXECUTED_BY.keys()
+    assert not examples(README).keys() & examples(GUIDE).keys()
+    assert examples(FLASHINFER).keys() >= WHOLE_PROGRAMS.keys()
+    for test in (EXECUTED_BY | WHOLE_PROGRAMS).values():
         file, _, name = test.partition("::")
         assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8"), test
 
@@ -81,11 +89,11 @@ def test_an_example_that_nobody_executes_is_found() -> None:
 
 def of_a_process(_rank: int, _size: int) -> bool:
     """The program whose call of combine runs beside shared experts; the ranks have met before."""
-    program = example("From PyTorch alone").partition("\nassert ")[0]
+    program = example("PyTorch alone").partition("\nassert ")[0]
     combines = "    output = exchange.combine(rows, received.metadata)"
     lines = [line for line in program.splitlines() if line.startswith(combines)]
     assert len(lines) == 1
-    beside = textwrap.indent(example("From PyTorch alone", 1), "    ")
+    beside = textwrap.indent(example("Verbs beside other work"), "    ")
     names: dict[str, Any] = {"my_shared_experts": lambda hidden_states: 3 * hidden_states}
     with mock.patch.object(dist, "init_process_group"):
         exec(compile(program.replace(lines[0], beside), "README.md", "exec"), names)
