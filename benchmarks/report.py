@@ -122,8 +122,6 @@ class Plot(NamedTuple):
 
 
 CPU_TABLE, GPU_TABLE = "*-cpu-moe-comm.json", "*-GPU-moe-comm.json"
-GROWTH_CPU, GROWTH_GPU = "*-cpu-growth.json", "*-GPU-growth.json"
-MODEL = "*-model.json"
 SCHEDULER = "*-cpu-scheduler.json"
 TABLES: dict[str, Table | Pair] = {
     "serve": Table("*-cpu-serve.json", tables.serve),
@@ -135,9 +133,6 @@ TABLES: dict[str, Table | Pair] = {
     "gpu-small-two": Pair("two-ranks", "*-GPU-two-ranks-bulk.json", tables.small_beside_bulk),
     "recipes-all": Table("*-cpu-recipes.json", tables.recipes),
     "recipes-gpu": Table("*-GPU-recipes.json", tables.recipes_gpu),
-    "growth-cpu": Table(GROWTH_CPU, tables.curves),
-    "growth-gpu": Table(GROWTH_GPU, tables.curves),
-    "model": Table(MODEL, partial(tables.model, ep_sizes=(8,))),
     "ptx-clock": Table("*-ptx-clock.json", partial(tables.ptx_clock, machine="gb200", ep_size=8)),
     "sync": Table("*-sync.json", tables.sync),
     "lm-head": Table("*-cpu-lm-head*.json", tables.lm_head),
@@ -148,11 +143,6 @@ TABLES: dict[str, Table | Pair] = {
 }
 PLOTS = {
     "plot-latency": Plot(CPU_TABLE, "latency", "Time against tokens per rank"),
-    "plot-growth-cpu": Plot(GROWTH_CPU, "growth", "Points and fitted curves"),
-    "plot-growth-gpu": Plot(GROWTH_GPU, "growth", "Points and fitted curves"),
-    "plot-model-fit": Plot(MODEL, "model_fit", "Published times beside the model's"),
-    "plot-model-ours": Plot(MODEL, "model_ours", "Our kernels, predicted"),
-    "plot-model-where": Plot(MODEL, "model_where", "Where our time goes, predicted"),
     "plot-scheduler-iterations": Plot(SCHEDULER, "iterations", "Running requests and KV cache"),
     "plot-scheduler-requests": Plot(SCHEDULER, "requests", "Which requests run in which iteration"),
     "plot-scheduler-waits": Plot(SCHEDULER, "waits", "What users wait, against the rate"),

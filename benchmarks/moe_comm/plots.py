@@ -20,7 +20,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodFormatter
 from PIL import Image
 
-from .gb200 import HIDDEN_SIZE, LINK_GB_S, TOP_K
 from .rows import PHASES
 
 Result = Mapping[str, Any]
@@ -138,141 +137,6 @@ def _quartiles(
     return panel.errorbar(x, median, yerr=spread, **look)
 
 
-# ---- The model.
-
-
-def _model(result: Result) -> dict[str, Figure]:
-    checked = result["validation"]
-    median, unseen = (checked[name]["summary"]["median"] for name in ("fitted", "leave_one_out"))
-    published = pd.DataFrame(checked["fitted"]["rows"])
-    copies = published.ep_size.clip(upper=TOP_K)
-    logical_bytes = published.tokens * copies * HIDDEN_SIZE * 2
-    published["gb_s"] = logical_bytes / published.published_us / 1e3
-    predicted = pd.json_normalize(result["predictions"]).sort_values("tokens")
-    plain = (predicted.recipe == "bf16") & (predicted.combine_format == "bf16")
-    predicted = predicted[plain & (predicted.router == "perfect")]
-    reference = predicted[(predicted.machine == "GB200") & (predicted.protocol == "reference")]
-    by_ranks = {f"EP{ep_size}": line for ep_size, line in reference.groupby("ep_size")}
-    by_kernels = {
-        f"{machine} EP{ep_size}, {'ours' if protocol == 'moe_nvlink' else protocol}": line
-        for (machine, ep_size, protocol), line in predicted.groupby(
-            ["machine", "ep_size", "protocol"]
-        )
-        if ep_size == 8 or (ep_size, protocol) == (64, "moe_nvlink")
-    }
-    fit, panels = _panels(
-        result,
-        f"Published kernels on GB200: tables, and predicted by the model (median error "
-        f"{median:.1%}; {unseen:.1%} where a table is left out of its own fit)",
-        VERBS,
-    )
-    _beside_tables(panels, published, "published_us", by_ranks, "us")
-    _legend(fit, panels, "hidden 7168, top_k 8, 256 experts, BF16, perfect router")
-    title = "Published kernels on GB200: logical bandwidth, tables and predicted by the model"
-    bandwidth, panels = _panels(result, title, VERBS)
-    _beside_tables(panels, published, "gb_s", by_ranks, "logical_gb_s")
-    for panel in panels.values():
-        panel.axhline(LINK_GB_S, color=GREY, linewidth=1, label="link, one way: 900 GB/s")
-    _legend(bandwidth, panels, "")
-    title = "Our kernels, PREDICTED by the model (not measured), beside the published table, BF16"
-    ours, panels = _panels(result, title, VERBS)
-    _beside_tables(panels, published[published.ep_size == 8], "published_us", by_kernels, "us")
-    _legend(ours, panels, "band: range over all fits of the tables")
-    figures = {"model_fit": fit, "model_bandwidth": bandwidth, "model_ours": ours}
-    return figures | {"model_where": _model_where(result)}
-
-
-def _beside_tables(
-    panels: Mapping[str, Axes],
-    published: pd.DataFrame,
-    field: str,
-    predicted: Mapping[str, pd.DataFrame],
-    value: str,
-) -> None:
-    """Draw points of the published tables, and lines of predictions in bf16.
-
-    A line is dashed, with a band over all fits, if there is no table of this machine and kernel.
-    """
-    for verb, panel in panels.items():
-        rows = published[published.verb == verb]
-        in_us = value == "us"
-        _batch_axis(panel, rows.tokens, "us" if in_us else "GB/s logical (own share counted)")
-        for ep_size, line in rows.groupby("ep_size"):
-            label = f"EP{ep_size}: published table"
-            panel.plot(line.tokens, line[field], linestyle="none", label=label)
-        for colour, (name, line) in zip(COLOURS, predicted.items(), strict=False):
-            beyond = bool(line.is_extrapolated.any())
-            label = f"{name}: predicted" + (", no table" if beyond else "")
-            style = "--" if beyond else "-"
-            panel.plot(
-                line.tokens, line[f"{verb}.{value}"], style, color=colour, label=label, **LINE
-            )
-            if in_us and beyond:
-                band = line[f"{verb}.low_us"], line[f"{verb}.high_us"]
-                panel.fill_between(line.tokens, *band, color=colour, alpha=0.18, linewidth=0)
-        if in_us:
-            _log_us(panel)
-        else:
-            panel.set_ylim(bottom=0)
-
-
-#: How terms of bytes in transit begin; the others are latencies.
-_STREAM = "rows through"
-
-
-def _model_where(result: Result) -> Figure:
-    """Stack the terms of our kernels, as shares of the predicted time."""
-    title = "Where the time of our kernels is PREDICTED to go, GB200 EP8, BF16"
-    figure, panels = _panels(result, title, VERBS)
-    rows = [r for r in result["where"] if (r["ep_size"], r["protocol"]) == (8, "moe_nvlink")]
-    terms = pd.json_normalize(rows, "terms", ["verb", "tokens", "us"], record_prefix="term_")
-    terms["share"] = terms.term_us / terms.us.astype(float)
-    names = sorted(terms.term_name.unique(), key=lambda name: not name.startswith(_STREAM))
-    colours = [
-        "#BBBBBB" if name.startswith(_STREAM) else colour
-        for name, colour in zip(names, COLOURS * 3, strict=False)
-    ]
-    for verb, panel in panels.items():
-        wide = terms[terms.verb == verb].pivot_table(
-            "share", ["tokens", "us"], "term_name", "sum", fill_value=0.0
-        )
-        wide.index = pd.Index([f"{tokens}\n{us:.1f} us" for tokens, us in wide.index])
-        wide = wide.reindex(columns=names, fill_value=0.0).add_prefix("predicted: ")
-        wide.plot.bar(ax=panel, stacked=True, color=colours, edgecolor="white", legend=False, rot=0)
-        for index, bars in enumerate(panel.containers):
-            for bar in bars:
-                bar.set_hatch(("", "//", "..")[index // len(COLOURS) % 3])
-        panel.set(
-            ylim=(0.0, 1.0),
-            ylabel="share of the predicted time",
-            xlabel="tokens per rank, predicted time",
-        )
-    _legend(figure, panels, "")
-    return figure
-
-
-# ---- growth.
-
-
-def _growth(result: Result) -> dict[str, Figure]:
-    """Draw the measured points and the fitted curve of every series."""
-    by_name = {one["name"]: one for one in result["series"]}
-    figure, panels = _panels(result, "Growth of the time: measured, and fitted curve", by_name)
-    for name, panel in panels.items():
-        one = by_name[name]
-        x, *us = (pd.Series(column) for column in zip(*one["points"], strict=True))
-        label = "measured: median, quartiles"
-        _quartiles(panel, x, *us, label=label, linestyle="none")
-        label = f"fitted: {one['fit']['formula']}"
-        panel.plot(*zip(*one["fit"]["curve"], strict=True), label=label, **LINE)
-        panel.set_xscale("log", base=2)
-        _log_us(panel)
-        panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
-        panel.set(xlabel=one["x_label"], ylabel="us")
-        panel.legend(fontsize=7)
-    return {"growth": figure}
-
-
 # ---- bench_scheduler.
 
 
@@ -337,8 +201,6 @@ def _waits(result: Result, title: str) -> Figure:
 #: Kind of a result -> its table that must not be empty, and what draws it.
 _FIGURES = {
     "moe_comm": ("rows", _moe_comm),
-    "growth": ("series", _growth),
-    "model": ("predictions", _model),
     "scheduler": ("rows", _scheduler),
 }
 
@@ -370,8 +232,7 @@ def ranks_of(result: Result) -> str:
     device = options.get("device", result.get("device"))
     if device == "cuda":
         gpu = machine.get("gpu", "GPU")
-        # growth.py knows no other ranks on GPUs.
-        if options.get("emulate_ranks") or result["kind"] == "growth":
+        if options.get("emulate_ranks"):
             return f"ranks emulated on one GPU ({gpu}): no NVLink"
         return f"one GPU a rank ({gpu})"
     if device == "rehearsal":
@@ -380,11 +241,10 @@ def ranks_of(result: Result) -> str:
 
 
 def _origin(result: Result) -> str:
-    machine, is_model = result.get("machine", {}), result.get("kind") == "model"
-    processor = None if is_model else machine.get("gpu") or machine.get("cpu")
+    machine = result.get("machine", {})
+    processor = machine.get("gpu") or machine.get("cpu")
     commit = f"commit {machine['commit']}" if machine.get("commit") else None
-    shows = result.get("shows") if is_model else None
-    return "  |  ".join(str(p) for p in (processor, machine.get("date"), commit, shows) if p)
+    return "  |  ".join(str(p) for p in (processor, machine.get("date"), commit) if p)
 
 
 def _batch_axis(panel: Axes, tokens: Iterable[int], y_label: str) -> None:

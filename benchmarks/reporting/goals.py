@@ -10,19 +10,14 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.reporting import tables
 from benchmarks.reporting.files import Result
 from benchmarks.reporting.tables import OURS
 
-#: The growth that is asked for, per device: names of series begin with these words.
-DIMENSIONS = ("tokens", "ranks", "top_k", "payload")
 #: Routers that load all ranks alike and leave no rank out.
 ROUTERS = ("uniform", "perfect")
-#: Explains knees; from the repository's root.
-NOTES = Path("benchmarks") / "NOTES.md"
 
 Row = dict[str, Any]
 
@@ -199,45 +194,6 @@ def served_against(server: str) -> Callable[[Sequence[Result]], Found | None]:
     return found
 
 
-def knees_left(results: Sequence[Result]) -> Found | None:
-    """Count knees that NOTES.md does not explain, and series that the growth of a device lacks."""
-    newest = {str(r.data.get("device")): r for r in results if r.data.get("kind") == "growth"}
-    if not newest:
-        return None
-    notes = NOTES.read_text() if NOTES.exists() else ""
-    left = [knee for result in newest.values() for knee in unexplained(result, notes)]
-    missing = [
-        f"{dimension} on {device}"
-        for device, result in newest.items()
-        for dimension in DIMENSIONS
-        if not any(series["name"].startswith(dimension) for series in result.data["series"])
-    ]
-    remark = f"of {', '.join(sorted(newest))}"
-    remark += f"; no curve of {', '.join(missing)}" if missing else ""
-    return Found(len(left) + len(missing), list(newest.values())[-1], remark=remark)
-
-
-def unexplained(result: Result, notes: str) -> list[str]:
-    """Return the ids of the knees that the notes do not name."""
-    ids = [knee["id"] for series in result.data["series"] for knee in series["knees"]]
-    return [name for name in ids if f"`{name}`" not in notes]
-
-
-def model_error(results: Sequence[Result]) -> Found | None:
-    """Return the model's median error against the published rows that it was fitted to."""
-    result = next((each for each in reversed(results) if each.data.get("kind") == "model"), None)
-    if result is None:
-        return None
-    checked = result.data["validation"]
-    unseen = checked["leave_one_out"]["summary"]["median"]
-    worst = max(part["median"] for part in checked["held_out"]["summary"].values())
-    remark = (
-        f"{100 * unseen:.1f}% where a table is left out of its own fit; on other sources' "
-        f"figures up to {100 * worst:.0f}%"
-    )
-    return Found(checked["fitted"]["summary"]["median"], result, remark=remark)
-
-
 _EP4 = "CPU, 4 ranks, 128 tokens per rank: dispatch + combine"
 _EP2 = "CPU, 2 ranks on 2 cores"
 _OVER_BF16 = "CPU, 4 ranks, 128 tokens and more, time over bf16's"
@@ -248,7 +204,6 @@ _ONE_RANK = "a server of one rank on the same two cores"
 _EMULATED = "one H100 or H200, 8 ranks emulated"
 _ALIKE = f"{_EMULATED}, each rank on a branch of one graph"
 _PART = "part of FlashInfer moe_a2a's time"
-_GROWTH = "curves of time against tokens, ranks, top_k and payload"
 _128, _2048, _SMALL = range(128, 129), range(2048, 2049), range(1, 65)
 _OVER_GLOO = of_layer(_CPU, _128, "gloo_gather", "times ours", "both")
 _OVER_ALL_TO_ALL = of_layer(_CPU, _128, "all_to_all", "times ours", "both")
@@ -259,7 +214,6 @@ _COMBINE = of_layer(_GPU, _SMALL, "flashinfer", "part", "combine")
 _RATES = of_layer(_GPU, _2048, "flashinfer", "times ours", "dispatch", "combine")
 _GPU_COPY = of_layer(_GPU, _2048, OURS, "of_ceiling", "dispatch", "combine")
 _MEMCPY = "same at 2048 tokens: bytes/s against memcpy of the same bytes by the same cores"
-_MODEL = "analytical model: median error against the published GB200 rows"
 GOALS = (
     Goal(f"{_EP4}, faster than gloo all-gather + reduce-scatter", ">=", 8, "x", _OVER_GLOO),
     Goal(f"{_EP4}, faster than gloo all_to_all_single both ways", ">=", 3, "x", _OVER_ALL_TO_ALL),
@@ -277,6 +231,4 @@ GOALS = (
     Goal(f"{_ALIKE}, up to 64 tokens: combine, {_PART}", "<=", 0.4, "x", _COMBINE),
     Goal(f"{_ALIKE}, 2048 tokens: bandwidth against FlashInfer", ">=", 1.1, "x", _RATES),
     Goal(f"{_EMULATED}, 2048 tokens: bandwidth against device copy", ">=", 0.90, "%", _GPU_COPY),
-    Goal(f"growth: {_GROWTH}; knees unexplained or curves missing", "<=", 0, "", knees_left),
-    Goal(_MODEL, "<=", 0.15, "%", model_error),
 )

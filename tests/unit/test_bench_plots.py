@@ -61,32 +61,9 @@ def result(**changed: Any) -> dict[str, Any]:
     return made | changed
 
 
-def growth() -> dict[str, Any]:
-    points = [[x, 10 + x, 9 + x, 13 + x] for x in (1, 8, 64)]
-    fit = {"formula": "10 + tokens", "curve": [[x, 10 + x] for x in (1, 2, 4, 8, 16, 32, 64)]}
-    series = [
-        {"name": f"{name}: dispatch", "x_label": f"{name} a rank", "points": points, "fit": fit}
-        for name in ("tokens", "ranks", "top_k", "bytes")
-    ]
-    return {"kind": "growth", "device": "cpu", "machine": result()["machine"], "series": series}
-
-
-@pytest.fixture(scope="module")
-def model_result() -> dict[str, Any]:
-    """The newest one in results/, so that nothing is fitted here."""
-    newest = max((ROOT / "benchmarks/results").glob("*-model.json"))
-    found: dict[str, Any] = json.loads(newest.read_text())
-    return found
-
-
 @pytest.fixture(scope="module")
 def figures() -> dict[str, Figure]:
     return plots.figures_of(result())
-
-
-@pytest.fixture(scope="module")
-def model_figures(model_result: dict[str, Any]) -> dict[str, Figure]:
-    return plots.figures_of(model_result)
 
 
 def panels(figure: Figure) -> list[Axes]:
@@ -162,76 +139,15 @@ def test_titles_say_what_kind_of_ranks(options: dict[str, Any], said: str) -> No
     assert plots.ranks_of(made) == said
 
 
-# ---- The model.
-
-
-def test_the_model_s_figures_say_predicted(model_figures: dict[str, Figure]) -> None:
-    made = model_figures
-    assert set(made) == {"model_fit", "model_bandwidth", "model_ours", "model_where"}
-    for name, figure in made.items():
-        assert "predicted" in figure.get_suptitle().lower(), name
-        for label in labels(figure):
-            assert re.search("predicted|published|link, one way", label), label
-        assert "nothing measured" in figure.get_suptitle()
-
-
-def test_the_model_stands_beside_the_tables(
-    model_result: dict[str, Any], model_figures: dict[str, Figure]
-) -> None:
-    made = model_figures
-    published = model_result["validation"]["fitted"]["rows"]
-    for axes, verb in zip(panels(made["model_fit"]), ("dispatch", "combine"), strict=True):
-        for ep_size in (8, 16, 32, 64):
-            rows = [
-                (one["tokens"], one["published_us"])
-                for one in published
-                if (one["verb"], one["ep_size"]) == (verb, ep_size)
-            ]
-            assert points(axes, f"EP{ep_size}: published table") == rows
-            assert len(points(axes, f"EP{ep_size}: predicted")) == len(rows)
-        assert len(points(axes, "EP72: predicted, no table")) == 12
-    (dispatch, _) = panels(made["model_bandwidth"])
-    # The published figure of 8 ranks and 2048 tokens, by way of its time.
-    assert points(dispatch, "EP8: published table")[-1][1] == pytest.approx(753.28, rel=2e-3)
-
-
-def test_stacks_are_whole(model_figures: dict[str, Figure]) -> None:
-    figure = model_figures["model_where"]
-    for axes in panels(figure):
-        tops: dict[float, float] = {}
-        for bars in axes.containers:
-            for bar in bars:
-                tops[bar.get_x()] = max(tops.get(bar.get_x(), 0.0), bar.get_y() + bar.get_height())
-        assert list(tops.values()) == pytest.approx([1.0] * 4)
-
-
-# ---- growth.
-
-
-def test_growth_shows_points_and_curves() -> None:
-    (figure,) = plots.figures_of(growth()).values()
-    assert "measured, and fitted curve" in figure.get_suptitle()
-    assert "CPU ranks" in figure.get_suptitle()
-    assert len(panels(figure)) == 4
-    for axes, one in zip(panels(figure), growth()["series"], strict=True):
-        assert axes.get_title() == one["name"]
-        assert axes.get_xlabel() == one["x_label"]
-        assert points(axes, "measured: median, quartiles") == [(1, 11), (8, 18), (64, 74)]
-        assert len(points(axes, "fitted: 10 + tokens")) == 7
-    emulated = growth() | {"device": "cuda"}
-    (figure,) = plots.figures_of(emulated).values()
-    assert "ranks emulated on one GPU" in figure.get_suptitle()
-
-
 # ---- Files.
 
 
 def test_a_png_names_its_result_file(tmp_path: Path) -> None:
     path = tmp_path / "made.json"
-    made = growth()
-    path.write_text(json.dumps(made | {"series": made["series"][:1]}))
-    (png,) = plots.plot_file(path, tmp_path / "plots")
-    assert png == tmp_path / "plots" / "growth.png"
+    made = result()
+    path.write_text(json.dumps(made))
+    png, other = plots.plot_file(path, tmp_path / "plots")
+    assert {png.name, other.name} == {"latency.png", "bandwidth.png"}
     assert plots.recorded_source(png) == plots.source_of(path)
     assert plots.source_of(path).startswith("made.json sha256:")
     path.write_text(json.dumps(made | {"more": 1}))
@@ -241,9 +157,8 @@ def test_a_png_names_its_result_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        ({"kind": "serve"}, "no plots of kind 'serve'; needs one of moe_comm, growth, model, "),
+        ({"kind": "serve"}, "no plots of kind 'serve'; needs one of moe_comm, scheduler"),
         (result(rows=[]), "'rows' is empty"),
-        (growth() | {"series": []}, "'series' is empty"),
     ],
 )
 def test_what_cannot_be_plotted_is_refused(made: dict[str, Any], said: str) -> None:

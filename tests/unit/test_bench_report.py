@@ -137,12 +137,11 @@ def strays(text: str) -> list[str]:
 
 
 def test_measurements_stand_in_blocks_only() -> None:
-    """In README's section of figures, and here but for what the model assumes."""
+    """In README's section of figures, and in benchmarks/README.md."""
     readme, methods = ((ROOT / document).read_text() for document in report.DOCUMENTS)
     (figures,) = re.findall(r"^## GPUs\n.*?(?=^## )", readme, re.S | re.M)
-    (model,) = re.findall(r"^## Analytical model.*?(?=^## )", methods, re.S | re.M)
     assert strays(figures) == []
-    assert strays(methods.replace(model, "")) == []
+    assert strays(methods) == []
     for line in ("| 128 | ours | 1.0x |", "It takes 12.5 us.", "8.6x as fast.", "2 times faster."):
         assert strays(line) == [line]
     assert strays("Hidden size 7168, 256 MiB, `12 us`.\n| `x -n 12` | 4 ranks |\n    12 us") == []
@@ -530,24 +529,3 @@ def test_a_result_of_a_run_that_did_not_end_is_refused(
     said = capsys.readouterr().err
     assert "2031-01-02-cpu-moe-comm.json: incomplete" in said
     assert "measure again, or keep it elsewhere" in said
-
-
-def test_a_knee_needs_its_explanation(here: Path) -> None:
-    knee = {"id": "tokens-both-256", "x": 256, "us": 2.0, "fit_us": 1.0, "off": 1.0}
-    names = [f"{dimension}: both" for dimension in goals.DIMENSIONS]
-    series = [{"name": name, "knees": [knee] if "tokens" in name else []} for name in names]
-    result = Result(here / "x.json", {"kind": "growth", "device": "cpu", "series": series})
-    look = goals.knees_left
-    found = look([result])
-    assert found is not None
-    assert found.value == 1
-    (here / "benchmarks").mkdir()
-    (here / "benchmarks/NOTES.md").write_text("`tokens-both-256`: the cache ends there.")
-    explained = look([result])
-    assert explained is not None
-    assert explained.value == 0
-    del series[1]
-    lacking = look([result])
-    assert lacking is not None
-    assert (lacking.value, "ranks on cpu" in lacking.remark) == (1, True)
-    assert look([]) is None
