@@ -60,7 +60,7 @@ def _integer(name: str, value: object) -> None:
     if type(value) is int:
         return
     # A tensor has __index__ too, and on a GPU to read it means to wait.
-    is_other = isinstance(value, bool | torch.Tensor) or not hasattr(value, "__index__")
+    is_other = isinstance(value, (bool, torch.Tensor)) or not hasattr(value, "__index__")
     if is_other:
         raise InputError(f"{name}={value!r} is a {type(value).__name__}, it must be an integer")
 
@@ -71,7 +71,7 @@ def sequence_of(extra_payloads: object) -> list[torch.Tensor]:
     Raises:
         InputError: it is no sequence; or it is one tensor, whose rows would pass as its elements.
     """
-    if isinstance(extra_payloads, list | tuple):
+    if isinstance(extra_payloads, (list, tuple)):  # torch 2.9 cannot trace `list | tuple`
         return list(extra_payloads)
     raise InputError(
         f"extra_payloads is a {type(extra_payloads).__name__}, it must be a list or tuple of "

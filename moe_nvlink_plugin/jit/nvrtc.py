@@ -181,12 +181,20 @@ def _nvrtc() -> Any:
     except ImportError as error:
         raise UnsupportedError(f"compiling for GPUs needs NVRTC: {_INSTALL}") from error
     try:
-        nvrtc.nvrtcVersion()
+        _, major, minor = nvrtc.nvrtcVersion()
     except RuntimeError as error:  # cuda.bindings looks for the library at its first call
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnsupportedError(
             f"cuda-bindings finds no NVRTC library ({reason}): {_INSTALL}"
         ) from error
+    oldest = TRIED[0]
+    if major < int(oldest.split(".")[0]):
+        # A torch that is built for CUDA 12 loads its NVRTC for the whole process.
+        raise UnsupportedError(
+            f"NVRTC {major}.{minor} is loaded, and the kernels need {oldest} or newer: install a "
+            "torch that is built for CUDA 13, or fill the cache from a process without torch "
+            "(moe-nvlink precompile)"
+        )
     return nvrtc
 
 

@@ -291,6 +291,21 @@ def test_an_nvrtc_older_than_the_architecture(
     assert cubin_of(2)
 
 
+def test_an_nvrtc_that_torch_has_loaded_is_too_old(
+    compiler: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch 2.9 does, which is built for CUDA 12.8; what is in the cache needs none."""
+    made = cubin_of(2)
+    success = compiler.nvrtcResult(0)
+    monkeypatch.setattr(compiler, "nvrtcVersion", lambda: (success, 12, 8))
+    words = r"NVRTC 12\.8 is loaded, .* 13\.0\.48 or newer: .*built for CUDA 13, .*precompile"
+    with pytest.raises(UnsupportedError, match=words):
+        nvrtc.version()
+    with pytest.raises(UnsupportedError, match=words):
+        cubin_of(3)
+    assert cubin_of(2) == made
+
+
 def test_a_failure_shows_the_log_and_what_to_do(compiler: Any, folder: Path) -> None:
     with pytest.raises(CompileError) as caught:
         nvrtc.load_or_compile("no_such_type f();", "sm_90a")
