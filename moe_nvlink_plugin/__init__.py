@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from .lm_head.config import HeadConfig
     from .lm_head.group import HeadGroup, HeadStats, sharded_argmax, sharded_logits
     from .memory.workspace import ExchangeStats
-    from .plugins.connection import check_connected
+    from .plugins.registry import check_connected
     from .recipes import QuantisingRecipe
 
 _HOMES = {
@@ -65,7 +65,7 @@ _HOMES = {
     "InFlight": "exchange.in_flight",
     "MoeAllToAll": "exchange.all_to_all",
     "QuantisingRecipe": "recipes",
-    "check_connected": "plugins.connection",
+    "check_connected": "plugins.registry",
     "local_expert_range": "config",
     "rank_mask": "exchange.rank_masks",
     "sharded_argmax": "lm_head.group",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .connection import check_connected
 from .hookspecs import hookimpl
-from .registry import ENTRY_POINT_GROUP, find_recipe, find_transport, manager
+from .registry import ENTRY_POINT_GROUP, check_connected, find_recipe, find_transport, manager
 
 __all__ = [
     "ENTRY_POINT_GROUP",

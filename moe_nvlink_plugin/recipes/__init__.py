@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from .base import PayloadRow, QuantisedRows, QuantisingRecipe, Recipe
+from .base import PayloadRow, QuantisedRows, QuantisingRecipe, Recipe, check_global_scale
 from .fp8 import FP8_BLOCK, FP8_BLOCK_POW2, FP8_TENSOR, FP8_TOKEN
-from .global_scale import check_global_scale
 from .mxfp8 import MXFP8
 from .nvfp4 import NVFP4
-from .opaque import opaque_recipe
-from .unquantised import BF16, FP16, FP32, unquantised_recipe_of
+from .plain import BF16, FP16, FP32, opaque_recipe, unquantised_recipe_of
 
 #: Recipes of this package, in the same order on all ranks.
 BUILT_IN: tuple[Recipe, ...] = (

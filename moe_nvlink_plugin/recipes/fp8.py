@@ -37,8 +37,7 @@ import torch
 
 from moe_nvlink_plugin.errors import ConfigError, InputError
 
-from .base import PayloadRow, QuantisedRows
-from .global_scale import check_global_scale
+from .base import PayloadRow, QuantisedRows, check_global_scale
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0

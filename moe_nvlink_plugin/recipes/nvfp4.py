@@ -23,7 +23,7 @@ from typing import ClassVar
 
 import torch
 
-from .base import PayloadRow, QuantisedRows
+from .base import PayloadRow, QuantisedRows, check_global_scale
 from .fp8 import (
     ACTIVATION_DTYPES,
     E4M3,
@@ -33,7 +33,6 @@ from .fp8 import (
     scales_given,
     to_e4m3,
 )
-from .global_scale import check_global_scale
 
 
 @dataclasses.dataclass(frozen=True)

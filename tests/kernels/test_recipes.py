@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from moe_nvlink_plugin.errors import ConfigError, InputError
 from moe_nvlink_plugin.recipes import QuantisedRows, QuantisingRecipe, fp8, mxfp8, nvfp4
-from moe_nvlink_plugin.recipes.global_scale import check_global_scale
+from moe_nvlink_plugin.recipes.base import check_global_scale
 from tests.kernels import quantiser_rows as rows_of
 from tests.kernels.quantiser_rows import BLOCKS, RECIPES, assert_same, differing
 

@@ -31,7 +31,7 @@ from moe_nvlink_plugin.errors import (
     UnsupportedError,
 )
 from moe_nvlink_plugin.groups import Group, as_group
-from moe_nvlink_plugin.plugins import connection
+from moe_nvlink_plugin.plugins import registry
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from moe_nvlink_plugin.transport import Extent, nvlink, topology, vmm
 from moe_nvlink_plugin.transport.nvlink import NvlinkMemory, NvlinkTransport
@@ -393,7 +393,7 @@ def refusals_body(_rank: int, _size: int) -> None:
             refused(("cannot import the memory of rank", "one NVLink domain", "imex", *instead))
             control().fail()
             del memories
-    with mock.patch.object(connection, "find_transport", return_value=FakeNvlinkTransport()):
+    with mock.patch.object(registry, "find_transport", return_value=FakeNvlinkTransport()):
         run_ranks(2, check_connected)  # `state` below: it leaves nothing
         with hosts_apart():
             refused(("2 hosts", "no FABRIC", *instead), check_connected)
