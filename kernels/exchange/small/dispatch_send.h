@@ -2,16 +2,16 @@
 // the targets.
 #pragma once
 
-#include "../include/moe_nvlink/args.h"
-#include "../include/moe_nvlink/copy.h"
-#include "../include/moe_nvlink/platform.h"
-#include "../include/moe_nvlink/quantise.h"
-#include "../include/moe_nvlink/units.h"
-#include "await_combine.h"
+#include "../../include/moe_nvlink/args.h"
+#include "../../include/moe_nvlink/copy.h"
+#include "../../include/moe_nvlink/platform.h"
+#include "../../include/moe_nvlink/quantise.h"
+#include "../../include/moe_nvlink/units.h"
+#include "../await_combine.h"
 #include "packed_rows.h"
-#include "put_quantised.h"
-#include "small_routing.h"
-#include "small_shared.h"
+#include "../put_quantised.h"
+#include "routing.h"
+#include "dispatch_shared.h"
 
 namespace moe_nvlink {
 

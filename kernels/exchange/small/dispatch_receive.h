@@ -2,20 +2,20 @@
 // receive buffers.
 #pragma once
 
-#include "../include/moe_nvlink/args.h"
-#include "../include/moe_nvlink/copy.h"
-#include "../include/moe_nvlink/epoch_flags.h"
-#include "../include/moe_nvlink/peers.h"
-#include "../include/moe_nvlink/platform.h"
-#include "../include/moe_nvlink/routing.h"
-#include "../include/moe_nvlink/units.h"
-#include "../include/moe_nvlink/workspace.h"
-#include "await_combine.h"
-#include "lay_out_scales.h"
+#include "../../include/moe_nvlink/args.h"
+#include "../../include/moe_nvlink/copy.h"
+#include "../../include/moe_nvlink/epoch_flags.h"
+#include "../../include/moe_nvlink/peers.h"
+#include "../../include/moe_nvlink/platform.h"
+#include "../../include/moe_nvlink/routing.h"
+#include "../../include/moe_nvlink/units.h"
+#include "../../include/moe_nvlink/workspace.h"
+#include "../await_combine.h"
+#include "../lay_out_scales.h"
 #include "packed_rows.h"
-#include "see_unit.h"
-#include "small_routing.h"
-#include "small_shared.h"
+#include "../see_unit.h"
+#include "routing.h"
+#include "dispatch_shared.h"
 
 namespace moe_nvlink {
 

@@ -2,10 +2,10 @@
 // They lie in shared memory in parts, between the payloads' regions and the units that travel.
 #pragma once
 
-#include "../include/moe_nvlink/args.h"
-#include "../include/moe_nvlink/copy.h"
-#include "../include/moe_nvlink/platform.h"
-#include "../include/moe_nvlink/workspace.h"
+#include "../../include/moe_nvlink/args.h"
+#include "../../include/moe_nvlink/copy.h"
+#include "../../include/moe_nvlink/platform.h"
+#include "../../include/moe_nvlink/workspace.h"
 
 namespace moe_nvlink {
 
