@@ -1,5 +1,6 @@
 // Packed rows: the payload rows of a token one after another, each from a multiple of 16 bytes on.
-// They lie in shared memory in parts, between the payloads' regions and the units that travel.
+// They lie in shared memory in parts, between the payloads' regions and the units that travel. Every
+// row is whole words of 4 bytes: the host sends others by the kernels for large batches.
 #pragma once
 
 #include "../../include/moe_nvlink/args.h"
@@ -27,7 +28,7 @@ HD const Piece& piece_in(const char* staged, int piece) {
 struct PieceOrigin {
   int payload;
   int offset;  // of the first byte in the payload's row
-  int bytes;   // 1..16; fewer than 16 at the end of the row
+  int bytes;   // 4, 8, 12 or 16; fewer than 16 at the end of the row
 };
 
 HD PieceOrigin piece_origin(const DispatchArgs& args, int packed_offset) {
@@ -41,46 +42,42 @@ HD PieceOrigin piece_origin(const DispatchArgs& args, int packed_offset) {
   return PieceOrigin{payload, offset, left < kPieceBytes ? left : kPieceBytes};
 }
 
-// Width of the accesses to the pieces of a payload's rows from `address` on.
-HD int piece_width(uint64_t address, const PieceOrigin& origin, uint32_t row_bytes) {
-  if (!kAlignedVectorsOnly) return origin.bytes == kPieceBytes ? kPieceBytes : 1;
-  return vector_bytes_for(address, row_bytes);
+// Whether the pieces of a payload's rows from `address` on are whole vectors.
+HD bool is_wide(uint64_t address, const PieceOrigin& origin, uint32_t row_bytes) {
+  if (!kAlignedVectorsOnly) return origin.bytes == kPieceBytes;
+  return vector_bytes_for(address, row_bytes) == kPieceBytes;
 }
 
 // Loads a token's piece from its payload's source; zeros follow after the end of the row.
 HD Piece load_piece(const DispatchArgs& args, const PieceOrigin& origin, int token) {
   const Payload& payload = args.payloads[origin.payload];
-  const char* source = reinterpret_cast<const char*>(payload.source) +
-                       static_cast<uint64_t>(token) * payload.row_bytes + origin.offset;
-  const int width = piece_width(payload.source, origin, payload.row_bytes);
-  Piece piece;
-  if (width == kPieceBytes) {
-    load_vector(*reinterpret_cast<Vector<kPieceBytes>*>(&piece), source);
-  } else if (width >= 4) {
-    MOE_NVLINK_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      piece.words[i] =
-          4 * i < origin.bytes ? load_word(reinterpret_cast<const uint32_t*>(source) + i) : 0;
-    }
-  } else {
-    MOE_NVLINK_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      piece.words[i] = 0;
-      MOE_NVLINK_UNROLL
-      for (int byte = 0; byte < 4; ++byte) {
-        if (4 * i + byte >= origin.bytes) continue;
-        const uint8_t value = load_word(reinterpret_cast<const uint8_t*>(source) + 4 * i + byte);
-        piece.words[i] |= static_cast<uint32_t>(value) << 8 * byte;
-      }
-    }
+  const uint64_t source = payload.source + static_cast<uint64_t>(token) * payload.row_bytes +
+                          static_cast<uint64_t>(origin.offset);
+  Piece piece = {};
+  if (is_wide(payload.source, origin, payload.row_bytes)) {
+    load_vector(*reinterpret_cast<Vector<kPieceBytes>*>(&piece),
+                reinterpret_cast<const char*>(source));
+    return piece;
+  }
+  // The words in which the piece lies, one more if the source begins within a word. A word that has a
+  // byte of the row is memory.
+  const int skew = static_cast<int>(source % 4);
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(source - source % 4);
+  uint32_t loaded[5];
+  MOE_NVLINK_UNROLL
+  for (int i = 0; i < 5; ++i) loaded[i] = 4 * i < skew + origin.bytes ? load_word(words + i) : 0;
+  MOE_NVLINK_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const uint64_t pair = static_cast<uint64_t>(loaded[i + 1]) << 32 | loaded[i];
+    if (4 * i < origin.bytes) piece.words[i] = static_cast<uint32_t>(pair >> 8 * skew);
   }
   return piece;
 }
 
-// Where a piece of received rows goes.
+// Where a piece of received rows goes. A region lies on a vector's boundary.
 struct PieceTarget {
   PieceOrigin origin;
-  int width;           // of the accesses
+  bool wide;
   char* first;         // of slot 0
   uint32_t row_bytes;  // of the payload
 
@@ -89,26 +86,16 @@ struct PieceTarget {
     const Payload& payload = args.payloads[origin.payload];
     row_bytes = static_cast<uint32_t>(payload.row_bytes);
     first = region_of(args, args.geometry.ep_rank, payload.region) + origin.offset;
-    width = piece_width(0, origin, payload.row_bytes);  // a region lies on a vector's boundary
+    wide = is_wide(0, origin, payload.row_bytes);
   }
 
   HD void store(uint32_t slot, const Piece& piece) const {
     char* target = first + static_cast<uint64_t>(slot) * row_bytes;
-    if (width == kPieceBytes) {
-      store_vector(target, *reinterpret_cast<const Vector<kPieceBytes>*>(&piece));
-    } else if (width >= 4) {
-      MOE_NVLINK_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        if (4 * i < origin.bytes) {
-          store_word(reinterpret_cast<uint32_t*>(target) + i, piece.words[i]);
-        }
-      }
-    } else {
-      MOE_NVLINK_UNROLL
-      for (int i = 0; i < kPieceBytes; ++i) {
-        if (i >= origin.bytes) break;
-        store_word(reinterpret_cast<uint8_t*>(target) + i,
-                   static_cast<uint8_t>(piece.words[i / 4] >> i % 4 * 8));
+    if (wide) return store_vector(target, *reinterpret_cast<const Vector<kPieceBytes>*>(&piece));
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      if (4 * i < origin.bytes) {
+        store_word(reinterpret_cast<uint32_t*>(target) + i, piece.words[i]);
       }
     }
   }
