@@ -6,7 +6,7 @@
 #include "../include/moe_nvlink/combine_formats.h"
 #include "../include/moe_nvlink/config.h"
 #include "../include/moe_nvlink/copy.h"
-#include "../include/moe_nvlink/numeric.h"
+#include "../include/moe_nvlink/number_formats.h"
 #include "../include/moe_nvlink/platform.h"
 #include "../include/moe_nvlink/present_rows.h"
 #include "../include/moe_nvlink/routing.h"

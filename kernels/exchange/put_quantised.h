@@ -9,7 +9,7 @@
 
 #include "../include/moe_nvlink/args.h"
 #include "../include/moe_nvlink/copy.h"
-#include "../include/moe_nvlink/numeric.h"
+#include "../include/moe_nvlink/number_formats.h"
 #include "../include/moe_nvlink/platform.h"
 #include "../include/moe_nvlink/quantise.h"
 #include "../include/moe_nvlink/routing.h"

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../include/moe_nvlink/args.h"
-#include "../include/moe_nvlink/numeric.h"
+#include "../include/moe_nvlink/number_formats.h"
 #include "../include/moe_nvlink/platform.h"
 #include "../include/moe_nvlink/workspace.h"
 

@@ -3,7 +3,7 @@
 #include "../include/moe_nvlink/args.h"
 #include "../include/moe_nvlink/copy.h"
 #include "../include/moe_nvlink/epoch_flags.h"
-#include "../include/moe_nvlink/numeric.h"
+#include "../include/moe_nvlink/number_formats.h"
 #include "../include/moe_nvlink/peers.h"
 #include "../include/moe_nvlink/platform.h"
 #include "../include/moe_nvlink/workspace.h"

@@ -93,7 +93,7 @@ COMBINE: Kernel[CombineSizes] = Kernel(
 )
 SMALL_DISPATCH: Kernel[SmallSizes] = Kernel(
     name="small_dispatch",
-    source="exchange/small_dispatch.cu",
+    source="exchange/small/dispatch.cu",
     struct="DispatchArgs",
     axes=(TOP_K, ELEMENT, QUANTISER, EXPERT_COUNTS, PDL),
     count=_num_tokens,
@@ -103,7 +103,7 @@ SMALL_DISPATCH: Kernel[SmallSizes] = Kernel(
 )
 SMALL_COMBINE: Kernel[SmallSizes] = Kernel(
     name="small_combine",
-    source="exchange/small_combine.cu",
+    source="exchange/small/combine.cu",
     struct="CombineArgs",
     axes=(TOP_K, ELEMENT, PDL),
     count=_num_tokens,

@@ -1,4 +1,4 @@
-"""numeric.h against torch: every 16-bit pattern up, millions of fp32 patterns down."""
+"""number_formats.h against torch: every 16-bit pattern up, millions of fp32 patterns down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels' quantisers (quantise.h, numeric.h) against the recipes and IEEE division.
+"""The kernels' quantisers (quantise.h, number_formats.h) against the recipes and IEEE division.
 
 The host's library exports them over rows and arrays; the text is the one a GPU's kernel is made of,
 its hardware conversions and approximate reciprocals apart.

@@ -3,8 +3,9 @@
 #include "../../kernels/exchange/add_rows.h"
 #include "../../kernels/exchange/combine_shared.h"
 #include "../../kernels/include/moe_nvlink/args.h"
+#include "../../kernels/include/moe_nvlink/divider.h"
 #include "../../kernels/include/moe_nvlink/epoch_flags.h"
-#include "../../kernels/include/moe_nvlink/numeric.h"
+#include "../../kernels/include/moe_nvlink/number_formats.h"
 #include "../../kernels/include/moe_nvlink/platform.h"
 #include "../../kernels/include/moe_nvlink/quantise.h"
 

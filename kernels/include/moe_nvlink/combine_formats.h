@@ -5,7 +5,7 @@
 
 #include "args.h"
 #include "copy.h"
-#include "numeric.h"
+#include "number_formats.h"
 #include "platform.h"
 #include "quantise.h"
 

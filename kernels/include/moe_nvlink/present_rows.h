@@ -12,7 +12,7 @@
 #include "config.h"
 #include "copy.h"
 #include "decode.h"
-#include "numeric.h"
+#include "number_formats.h"
 #include "platform.h"
 #include "registers.h"
 

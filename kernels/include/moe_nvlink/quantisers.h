@@ -5,7 +5,8 @@
 #pragma once
 
 #include "config.h"
-#include "numeric.h"
+#include "divider.h"
+#include "number_formats.h"
 #include "platform.h"
 
 namespace moe_nvlink {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "copy.h"
-#include "numeric.h"
+#include "number_formats.h"
 #include "platform.h"
 
 namespace moe_nvlink {

@@ -2,20 +2,20 @@
 // receive buffers.
 #pragma once
 
-#include "../include/moe_nvlink/args.h"
-#include "../include/moe_nvlink/copy.h"
-#include "../include/moe_nvlink/epoch_flags.h"
-#include "../include/moe_nvlink/peers.h"
-#include "../include/moe_nvlink/platform.h"
-#include "../include/moe_nvlink/routing.h"
-#include "../include/moe_nvlink/units.h"
-#include "../include/moe_nvlink/workspace.h"
-#include "await_combine.h"
-#include "lay_out_scales.h"
+#include "../../include/moe_nvlink/args.h"
+#include "../../include/moe_nvlink/copy.h"
+#include "../../include/moe_nvlink/epoch_flags.h"
+#include "../../include/moe_nvlink/peers.h"
+#include "../../include/moe_nvlink/platform.h"
+#include "../../include/moe_nvlink/routing.h"
+#include "../../include/moe_nvlink/units.h"
+#include "../../include/moe_nvlink/workspace.h"
+#include "../await_combine.h"
+#include "../lay_out_scales.h"
 #include "packed_rows.h"
-#include "see_unit.h"
-#include "small_routing.h"
-#include "small_shared.h"
+#include "../see_unit.h"
+#include "routing.h"
+#include "dispatch_shared.h"
 
 namespace moe_nvlink {
 
@@ -248,7 +248,7 @@ HD void lay_out_piece(const DispatchArgs& args, const PieceOrigin& origin, int64
                       const Piece& piece) {
   const Geometry& geometry = args.geometry;
   const int row_bytes = static_cast<int>(args.payloads[origin.payload].row_bytes);
-  const uint32_t num_words = static_cast<uint32_t>(row_bytes + 3) / 4;
+  const uint32_t num_words = static_cast<uint32_t>(row_bytes) / 4;
   const uint32_t num_slots =
       static_cast<uint32_t>(geometry.ep_size) * static_cast<uint32_t>(geometry.max_tokens_per_rank);
   const ScalesPlace place(args.scales_layout == kScalesLayoutInterleaved,
@@ -258,7 +258,6 @@ HD void lay_out_piece(const DispatchArgs& args, const PieceOrigin& origin, int64
       place.first + origin.offset / 4 * place.step;
   MOE_NVLINK_UNROLL
   for (int i = 0; i < 4; ++i) {
-    // Zeros fill up the last word, as they follow the row's end in the packed row.
     if (4 * i < origin.bytes) store_word(target + i * place.step, piece.words[i]);
   }
 }

@@ -2,13 +2,13 @@
 // an expert there. A CTA counts them itself, from the ids of all tokens, which are few.
 #pragma once
 
-#include "../include/moe_nvlink/args.h"
-#include "../include/moe_nvlink/config.h"
-#include "../include/moe_nvlink/copy.h"
-#include "../include/moe_nvlink/platform.h"
-#include "../include/moe_nvlink/routing.h"
-#include "../include/moe_nvlink/workspace.h"
-#include "small_shared.h"
+#include "../../include/moe_nvlink/args.h"
+#include "../../include/moe_nvlink/config.h"
+#include "../../include/moe_nvlink/copy.h"
+#include "../../include/moe_nvlink/platform.h"
+#include "../../include/moe_nvlink/routing.h"
+#include "../../include/moe_nvlink/workspace.h"
+#include "dispatch_shared.h"
 
 namespace moe_nvlink {
 

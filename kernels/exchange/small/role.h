@@ -1,9 +1,9 @@
 // How the CTAs of a kernel for small batches share its work: by roles, and by parts of rows.
 #pragma once
 
-#include "../include/moe_nvlink/config.h"
-#include "../include/moe_nvlink/platform.h"
-#include "../include/moe_nvlink/units.h"
+#include "../../include/moe_nvlink/config.h"
+#include "../../include/moe_nvlink/platform.h"
+#include "../../include/moe_nvlink/units.h"
 
 namespace moe_nvlink {
 

@@ -2,15 +2,15 @@
 // no row waits for a fence, an arrival or an acknowledgement.
 //
 //   senders     CTAs [0, senders): each takes parts of this rank's packed rows. It loads a part
-//               while it counts the token's slots (small_routing.h), then stores it as units into
-//               the staging of the token's targets (P10, small_send.h)
+//               while it counts the token's slots (routing.h), then stores it as units into
+//               the staging of the token's targets (P10, dispatch_send.h)
 //   CTA F       the first receiver: counts the rows for each rank and stores one cell {tag, count,
 //               epoch} to each; it also counts the round and bumps the epoch
 //   P11         after a combine that has read peers' rows, CTA F tells each rank so in a second cell,
 //               and waits for those of the peers at its end
 //   receivers   the CTAs from `senders` on: each waits for every rank's cell, then takes parts of
 //               received rows from the staging, clears their units, and stores them where the
-//               experts read (small_receive.h). Ids travel as the router made them, and are
+//               experts read (dispatch_receive.h). Ids travel as the router made them, and are
 //               translated here. Receivers also mark the empty slots
 //   counts      if counts per expert travel: CTA F sends them after its cells, the receivers take
 //               them at their end (expert_counts.h)
@@ -36,21 +36,21 @@
 // CTA F, which start before them, because GPUs start CTAs in order (CUDA does not promise it). So a
 // round ends if the GPU has room for one CTA at a time. If senders is 0, as on the host, every CTA
 // has both roles, and all CTAs run at the same time.
-#include "../include/moe_nvlink/args.h"
-#include "../include/moe_nvlink/config.h"
-#include "../include/moe_nvlink/copy.h"
-#include "../include/moe_nvlink/epoch_flags.h"
-#include "../include/moe_nvlink/memory_order.h"
-#include "../include/moe_nvlink/peers.h"
-#include "../include/moe_nvlink/platform.h"
-#include "../include/moe_nvlink/workspace.h"
-#include "await_combine.h"
-#include "expert_counts.h"
-#include "round_totals.h"
-#include "small_receive.h"
-#include "small_routing.h"
-#include "small_send.h"
-#include "small_shared.h"
+#include "../../include/moe_nvlink/args.h"
+#include "../../include/moe_nvlink/config.h"
+#include "../../include/moe_nvlink/copy.h"
+#include "../../include/moe_nvlink/epoch_flags.h"
+#include "../../include/moe_nvlink/memory_order.h"
+#include "../../include/moe_nvlink/peers.h"
+#include "../../include/moe_nvlink/platform.h"
+#include "../../include/moe_nvlink/workspace.h"
+#include "../await_combine.h"
+#include "../expert_counts.h"
+#include "../round_totals.h"
+#include "dispatch_receive.h"
+#include "routing.h"
+#include "dispatch_send.h"
+#include "dispatch_shared.h"
 
 namespace moe_nvlink {
 
@@ -171,7 +171,7 @@ HD void small_dispatch_body(const DispatchArgs& args, const Cta& cta,
   cta.sync();  // the owners; faulted is cleared before a thread may set it
   const ReceivedShare share(args, role);
   const ReceivedIds received(args, shared.owners);
-  // dispatch.cu explains both calls.
+  // ../dispatch.cu explains both calls.
   if constexpr (Config::kPdl) pdl_wait();
   if constexpr (Config::kPdl) pdl_launch_dependents();
   SmallRound round;

@@ -1,14 +1,14 @@
 // What the threads of a CTA of small_dispatch share, and what its two sides use.
 #pragma once
 
-#include "../include/moe_nvlink/args.h"
-#include "../include/moe_nvlink/config.h"
-#include "../include/moe_nvlink/platform.h"
-#include "../include/moe_nvlink/quantise.h"
-#include "../include/moe_nvlink/routing.h"
-#include "../include/moe_nvlink/units.h"
-#include "await_combine.h"
-#include "small_role.h"
+#include "../../include/moe_nvlink/args.h"
+#include "../../include/moe_nvlink/config.h"
+#include "../../include/moe_nvlink/platform.h"
+#include "../../include/moe_nvlink/quantise.h"
+#include "../../include/moe_nvlink/routing.h"
+#include "../../include/moe_nvlink/units.h"
+#include "../await_combine.h"
+#include "role.h"
 
 namespace moe_nvlink {
 
