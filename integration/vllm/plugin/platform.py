@@ -6,6 +6,7 @@ import logging
 from importlib.metadata import entry_points, version
 from typing import TYPE_CHECKING, Any
 
+from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.vllm import backend, logs
 
 from . import flag
@@ -38,6 +39,7 @@ class MoeNvlinkPlatform(_Base):
     _communicator = ""
 
     @classmethod
+    @overrides
     def pre_register_and_update(cls, parser: Any = None) -> None:
         """Add our choice to vLLM's command line. Local."""
         super().pre_register_and_update(parser)
@@ -45,6 +47,7 @@ class MoeNvlinkPlatform(_Base):
             flag.add_choice(parser)
 
     @classmethod
+    @overrides
     def check_and_update_config(cls, vllm_config: Any) -> None:
         """Check the configuration, let vLLM's platform adjust it, then choose our worker. Local.
 
@@ -87,6 +90,7 @@ class MoeNvlinkPlatform(_Base):
             _refuse_options_of_our_scheduler(vllm_config)
 
     @classmethod
+    @overrides
     def get_device_communicator_cls(cls) -> str:
         """Return our communicator if a worker's configuration asks for us, else vLLM's. Local."""
         if backend.selected_here():
@@ -94,6 +98,7 @@ class MoeNvlinkPlatform(_Base):
         return str(super().get_device_communicator_cls())
 
     @classmethod
+    @overrides
     def get_punica_wrapper(cls) -> str:
         """Return what computes adapters (LoRA): ours if the flag was given, else vLLM's. Local."""
         chosen = str(super().get_punica_wrapper())
