@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from moe_nvlink_plugin.frameworks import ENTRY_POINT_GROUP
+
 from .connection import check_connected
 from .hookspecs import hookimpl
-from .registry import ENTRY_POINT_GROUP, find_recipe, find_transport, manager
+from .registry import find_recipe, find_transport, manager
 
 __all__ = [
     "ENTRY_POINT_GROUP",

@@ -9,15 +9,15 @@ from typing import Protocol, TypeVar
 import pluggy
 import torch
 
+from moe_nvlink_plugin import frameworks
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
+from moe_nvlink_plugin.frameworks import ENTRY_POINT_GROUP
 from moe_nvlink_plugin.recipes import Recipe, opaque_recipe, unquantised_recipe_of
 from moe_nvlink_plugin.transport import Transport
 
 from . import builtin as builtin_plugins
 from . import hookspecs
-
-ENTRY_POINT_GROUP = "moe_nvlink.plugins"
 
 
 class _Named(Protocol):
@@ -33,6 +33,7 @@ def manager() -> pluggy.PluginManager:
     """Return the process's plugin manager, with our plugins and those of installed packages."""
     plugins = pluggy.PluginManager(hookspecs.PROJECT)
     plugins.add_hookspecs(hookspecs)
+    plugins.add_hookspecs(frameworks)
     plugins.register(builtin_plugins, name="builtin")
     plugins.load_setuptools_entrypoints(ENTRY_POINT_GROUP)
     plugins.check_pending()  # raises if a plugin has a hook that we would never call

@@ -29,6 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "exchange": {"doorway", "recipes", "jit", "memory", "plugins", "launch"},
     "lm_head": {"doorway", "memory", "plugins", "launch"},
     "tools": {"doorway", "transport", "jit", "plugins", "launch", "exchange", "lm_head"},
+    "integration.frameworks": {"doorway"},
     COMMON: {"doorway", "public"},
     FLASHINFER: {"doorway", "public", COMMON},
     SGLANG: {"doorway", "public", COMMON},
@@ -48,7 +49,7 @@ ELSEWHERE = {"__main__": "tools"}
 #: Modules right under VLLM; its folders are rooms.
 VLLM_LOWEST = {"all2all_manager", "backend", "choices", "compat", "logs", "metrics"}
 #: The doorway's modules, and what an adapter, like any other user, may import of other rooms.
-DOORWAY = {"errors", "env", "config", "groups", "driver", "reference", "testing"}
+DOORWAY = {"errors", "env", "frameworks", "config", "groups", "driver", "reference", "testing"}
 PUBLIC = {PACKAGE, f"{PACKAGE}.integration", f"{PACKAGE}.lm_head.cost"}
 
 
