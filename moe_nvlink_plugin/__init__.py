@@ -26,9 +26,9 @@ it. recipes/ say what travels, there and back. plugins/ find recipes and transpo
 a transport connects ranks. tools/ serves the shell: the command `moe-nvlink` with its doctor,
 precompile and top.
 
-The doorway, which every module may use: config.py (AllToAllConfig), errors.py, env.py, groups.py
-(the collective steps of create), driver.py (calls of the CUDA driver), reference.py (the same verbs
-in plain torch) and testing.py.
+The doorway, which every module may use: config.py (AllToAllConfig), errors.py, env.py,
+frameworks.py (what adapters tell our tools), groups.py (the collective steps of create), driver.py
+(calls of the CUDA driver), reference.py (the same verbs in plain torch) and testing.py.
 
 Knowledge goes one way: doorway <- recipes, transport, jit <- memory, plugins <- launch <- exchange,
 lm_head <- integration/common <- integration/vllm. A test reads these arrows off the source.

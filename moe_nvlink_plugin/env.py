@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from .errors import ConfigError
 
-#: name -> (default as text, meaning). `moe-nvlink doctor` prints this table, and
-#: integration/README.md contains it.
+#: name -> (default as text, meaning). `moe-nvlink doctor` prints this table with what
+#: `frameworks.variables` adds, and integration/README.md contains it.
 VARIABLES: dict[str, tuple[str, str]] = {
     "MOE_NVLINK_CACHE_DIR": ("the user's cache directory", "directory for compiled kernels"),
     "MOE_NVLINK_CXX": ("g++", "host compiler for the CPU ranks' kernels"),
@@ -23,8 +23,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "MOE_NVLINK_TIMEOUT_S": ("300", "seconds a rank waits for the others before it reports them"),
     "MOE_NVLINK_FIRST_TIMEOUT_S": (
         "1800",
-        "the same limit while the ranks start: until the second complete round; in vLLM until the "
-        "first request or CUDA graph",
+        "the same limit while the ranks start: until the second complete round",
     ),
     "MOE_NVLINK_PDL": ("1", "0: launch kernels on GPUs without programmatic dependent launch"),
     "MOE_NVLINK_MAX_SMS": ("unset", "SMs that each of our kernels may fill; unset: all SMs"),
@@ -39,12 +38,11 @@ VARIABLES: dict[str, tuple[str, str]] = {
     ),
     "MOE_NVLINK_DISPATCH": (
         "auto",
-        "vLLM, SGLang: recipe of dispatch; auto: the format that the model's experts take",
+        "recipe of dispatch; auto: the format that the model's experts take",
     ),
     "MOE_NVLINK_MTP_LM_HEAD_TP": (
         "1",
-        "vLLM: number of data-parallel ranks that share an MTP draft's LM head; 1: no sharing; or "
-        "auto",
+        "number of data-parallel ranks that share an MTP draft's LM head; 1: no sharing; or auto",
     ),
     "MOE_NVLINK_ALLOW_SHARED_GPU": (
         "0",
@@ -58,7 +56,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
     ),
     "MOE_NVLINK_STATS_DIR": (
         "unset",
-        "vLLM, SGLang: directory in which each worker writes its counters: rank0.json and so on",
+        "directory in which each worker writes its counters: rank0.json and so on",
     ),
 }
 
@@ -271,13 +269,13 @@ def combine() -> str:
 
 
 def dispatch() -> str | None:
-    """Return the name of the recipe of vLLM's layers; None if the model decides."""
+    """Return the name of the recipe of an adapter's layers; None if the model decides."""
     text = _text("MOE_NVLINK_DISPATCH")
     return None if text == "auto" else text
 
 
 def mtp_lm_head_tp() -> int | str:
-    """Return how many data-parallel ranks share the LM head of vLLM's MTP draft, or "auto".
+    """Return how many data-parallel ranks share the LM head of an MTP draft, or "auto".
 
     Raises:
         ConfigError: the value is neither "auto" nor an integer from 1 up.

@@ -1,19 +1,43 @@
-"""The list of a framework's names that an adapter touches, and its checks at run time.
+"""The names of a framework that an adapter touches, and the checks of them at run time.
 
-Each adapter lists every name of its framework in its `compat` module. A test compares the list with
-the framework's source, so the test finds a release that moves a name before a user does.
+`own_source` reads them off the adapter's source; its `compat` module lists what no reader sees. A
+test compares both with the framework's source, so the test finds a release that moves a name before
+a user does.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from moe_nvlink_plugin.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
+
+
+class Call(NamedTuple):
+    """Arguments that we pass: how many by position, and the names of the others."""
+
+    positional: int
+    keywords: tuple[str, ...] = ()
+
+
+class Signature(NamedTuple):
+    """Parameters of a function, without self and cls.
+
+    Attributes:
+        names: the names.
+        positional: how many of them may be given by position; these come first.
+        optional: those with a default.
+        takes_more: whether it has *args, and whether it has **kwargs.
+    """
+
+    names: tuple[str, ...]
+    positional: int
+    optional: frozenset[str] = frozenset()
+    takes_more: tuple[bool, bool] = (False, False)
 
 
 class Touched(NamedTuple):
@@ -35,6 +59,9 @@ class Touched(NamedTuple):
             framework's draft models; code looks for it when it serves that model. "balancing": only
             if the framework's load balancer moves experts. "adapters": only with LoRA.
             "scheduling": only by our schedulers. "": always.
+        why: what for: our module, and what it is or does with the name.
+        signature: the method of ours that overrides it; its parameters may then be fewer.
+        calls: how we call it.
     """
 
     module: str
@@ -44,6 +71,9 @@ class Touched(NamedTuple):
     device: str = ""
     since: str = ""
     needed_for: str = ""
+    why: str = ""
+    signature: Signature | None = None
+    calls: tuple[Call, ...] = ()
 
 
 class Fields(NamedTuple):
@@ -55,14 +85,33 @@ class Fields(NamedTuple):
     since: str = ""
 
 
-def methods(
-    module: str, owner: str, kind: str, /, device: str = "", **methods: tuple[str, ...]
-) -> list[Touched]:
-    """Return the methods of one class, each with its parameters."""
-    return [
-        Touched(module, f"{owner}.{name}", kind, parameters, device)
-        for name, parameters in methods.items()
-    ]
+def use(module: str, *names: str, kind: str = "use", since: str = "") -> tuple[Touched, ...]:
+    """Return names of one module, each a dotted name, with "(a, b)" if it is a function. Local."""
+    found = []
+    for text in names:
+        name, is_function, rest = text.partition("(")
+        parameters = tuple(filter(None, rest.removesuffix(")").replace(" ", "").split(",")))
+        found.append(Touched(module, name, kind, parameters if is_function else None, since=since))
+    return tuple(found)
+
+
+def hook(module: str, *names: str) -> tuple[Touched, ...]:
+    """Return names that the framework made for plugins, as `use` does. Local."""
+    return use(module, *names, kind="hook")
+
+
+def patch(module: str, name: str, why: str) -> tuple[Touched, ...]:
+    """Return a name that we replace in place, and what for. Local."""
+    return tuple(one._replace(why=why) for one in use(module, name, kind="patch"))
+
+
+def fields(table: Mapping[str, str], since: str = "") -> list[Fields]:
+    """Return what a table "module:Class" -> "attribute attribute" says. Local."""
+    found = []
+    for owner, attributes in table.items():
+        module, _, name = owner.partition(":")
+        found.append(Fields(module, name, tuple(attributes.split()), since))
+    return found
 
 
 def minor(version: str) -> str:
@@ -93,13 +142,14 @@ def require(needed: Iterable[Touched], framework: str, version: str, install: st
         install: a version that has all names.
 
     Raises:
-        UnsupportedError: names are missing; the message lists them.
+        UnsupportedError: names are missing; the message lists them, each with what needs it.
     """
-    missing = [f"{one.module}.{one.name}" for one in needed if not exists(one)]
-    if missing:
+    reasons = {f"{one.module}.{one.name}": one.why for one in needed if not exists(one)}
+    if reasons:
+        listed = "".join(f"\n  - {name}, for {why}" for name, why in reasons.items())
         raise UnsupportedError(
-            f"{framework} {version} lacks names that the moe_nvlink adapter needs: "
-            f"{', '.join(missing)}. Install {framework} {install}, or a newer moe-nvlink-plugin."
+            f"{framework} {version} lacks names that the moe_nvlink adapter needs:{listed}\n"
+            f"Install {framework} {install}, or a newer moe-nvlink-plugin."
         )
 
 
@@ -129,3 +179,19 @@ def warn_if_untried(
         framework,
         ", ".join(read),
     )
+
+
+def table(touched: Iterable[Touched], read: Iterable[Fields]) -> str:
+    """Return every name as lines of text: kind, name, what for; patches first. Local.
+
+    Args:
+        touched: the names.
+        read: the fields that objects of the framework are asked for.
+    """
+    order = ("patch", "hook", "subclass", "use")
+    lines = {
+        (order.index(one.kind), f"{one.kind:9} {one.module}.{one.name}", one.why) for one in touched
+    }
+    told = [f"{name}\n{'':10}{why}" for _, name, why in sorted(lines)]
+    told += [f"{'field':9} {one.module}.{one.owner}: {', '.join(one.names)}" for one in read]
+    return "\n".join(told)

@@ -21,6 +21,7 @@ from moe_nvlink_plugin.errors import (
     InputError,
     UnsupportedError,
 )
+from moe_nvlink_plugin.integration import overrides
 
 from .communicators import CommunicatorGroup, group_of
 from .opaque_rows import (
@@ -154,6 +155,7 @@ class MoeAlltoAll:
     # The exchanges, one for each size of workspace, as FlashInfer caches them.
     _WORKSPACE_CACHE: dict[_Geometry, OpaqueRows] = {}  # noqa: RUF012
 
+    @overrides
     def __init__(
         self,
         mapping: Any,
@@ -207,6 +209,7 @@ class MoeAlltoAll:
         self._gathered_stats: torch.Tensor | None = None
 
     @classmethod
+    @overrides
     def get_workspace(
         cls,
         workspace_size_per_rank: int,
@@ -222,6 +225,7 @@ class MoeAlltoAll:
         refuse("get_workspace", "the constructor of MoeAlltoAll, which creates or shares it")
 
     @staticmethod
+    @overrides
     def get_moe_workspace_size_per_rank(
         ep_size: int,
         top_k: int,
@@ -244,10 +248,12 @@ class MoeAlltoAll:
         )
 
     @classmethod
+    @overrides
     def _init_constants(cls, backend: str = "trtllm") -> None:
         """Do nothing: FlashInfer reads the offsets of its workspace here."""
 
     @property
+    @overrides
     def eplb_gathered_stats(self) -> torch.Tensor | None:
         """`[ep_size, eplb_stats_num_experts]` int32: eplb_local_stats of all ranks.
 
@@ -255,14 +261,17 @@ class MoeAlltoAll:
         """
         return self._gathered_stats
 
+    @overrides
     def checkpoint_prepare(self) -> None:
         """Raise UnsupportedError."""
         refuse("checkpoint_prepare", "a new MoeAlltoAll after the restore")
 
+    @overrides
     def checkpoint_restore(self, comm_backend: Any) -> None:
         """Raise UnsupportedError."""
         refuse("checkpoint_restore", "a new MoeAlltoAll after the restore")
 
+    @overrides
     def _reset_workspace(self) -> None:
         """Close the workspace. No object on it is usable afterwards. Local; idempotent.
 
@@ -272,6 +281,7 @@ class MoeAlltoAll:
             del self._WORKSPACE_CACHE[self._geometry]
         self._rows.close()
 
+    @overrides
     def dispatch(
         self,
         token_selected_experts: torch.Tensor,
@@ -373,6 +383,7 @@ class MoeAlltoAll:
             for index in range(len(input_payloads))
         ]
 
+    @overrides
     def combine(
         self,
         payload: torch.Tensor,
@@ -455,6 +466,7 @@ class MoeAlltoAll:
             self._rows.prepare(kind._replace(combine=_FP8), payload.device)
         self._sends_fp8 = fits
 
+    @overrides
     def get_combine_payload_tensor_in_workspace(
         self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
     ) -> torch.Tensor:

@@ -22,6 +22,7 @@ from flashinfer.moe_ep.core.comm.communication import (
 from moe_nvlink_plugin import AllToAllConfig
 from moe_nvlink_plugin.config import ACTIVATION_DTYPES
 from moe_nvlink_plugin.errors import ExchangeStateError, InputError
+from moe_nvlink_plugin.integration import overrides
 
 from .communicators import default_device, group_of
 from .opaque_rows import Kind, OpaqueRows, check_bound, refuse_rows_beyond, row_bytes
@@ -90,6 +91,7 @@ class MoeNvlinkCommunication(MoEEpCommunication):
         DisagreementError, PeerError, TransportError, CompileError: as MoeAllToAll.create.
     """
 
+    @overrides
     def __init__(
         self, bootstrap: Any, params: MoEEpCommParams, config: MoeNvlinkConfig | None = None
     ) -> None:
@@ -117,10 +119,12 @@ class MoeNvlinkCommunication(MoEEpCommunication):
         self._rows = shared.rows
 
     @classmethod
+    @overrides
     def is_platform_supported(cls) -> bool:
         """Return True: CPU ranks work anywhere; for GPUs, `create` says what is missing. Local."""
         return True
 
+    @overrides
     def dispatch(
         self,
         hidden_states: torch.Tensor,
@@ -193,6 +197,7 @@ class MoeNvlinkCommunication(MoEEpCommunication):
             eplb_gathered_stats=received.expert_counts,
         )
 
+    @overrides
     def get_combine_input_buffer(self, dtype: torch.dtype) -> torch.Tensor:
         """Return memory for the experts' output, from which combine copies nothing. Local.
 
@@ -205,6 +210,7 @@ class MoeNvlinkCommunication(MoEEpCommunication):
         """
         return self._live().combine_input(dtype, self.params.hidden_size)
 
+    @overrides
     def combine(
         self,
         expert_output: torch.Tensor,
@@ -232,6 +238,7 @@ class MoeNvlinkCommunication(MoEEpCommunication):
             )
         return self._live().combine(expert_output.flatten(0, -2), output, active_rank_mask)
 
+    @overrides
     def destroy(self) -> None:
         """Give up the exchange; the last user of a workspace frees it. Local; idempotent."""
         self._rows = None

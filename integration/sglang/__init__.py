@@ -8,7 +8,7 @@ Where things are (``plugin`` imports all of it; the rest does not import ``plugi
 
 * ``backend`` and ``choices`` say what the arguments ask of us, ``budget`` how many tokens a round
   may carry, ``worker`` holds what a process has of ours, ``effect`` says whether every hook took
-  effect. ``compat`` lists every name of SGLang that we touch.
+  effect. ``compat`` knows every name of SGLang that we touch.
 * ``moe``: the dispatchers, in the place of SGLang's.
 * ``plugin``: the way of the flag. ``hooks`` (what is registered, and when) -> ``flag`` (command
   line), ``resolution`` (arguments) -> ``validation`` (refusals).

@@ -10,8 +10,8 @@ off the source): the modules beside this one <- ``moe`` <- ``balancing``, ``lora
 ``draft`` and ``scheduler`` need only the modules beside this one.
 
 * ``backend`` and ``choices`` say what a configuration asks of us. ``all2all_manager`` holds the
-  exchanges and shared heads of a worker. ``metrics`` shows its counters. ``compat`` lists every
-  name of vLLM that we touch, and registers our classes instead of vLLM's.
+  exchanges and shared heads of a worker. ``metrics`` shows its counters. ``compat`` knows
+  every name of vLLM that we touch, and registers our classes instead of vLLM's.
 * ``moe``: two of our classes instead of vLLM's (``layers``), and per MoE layer a fused MoE method
   (``method``), a ``prepare_finalize`` (``cpu_prepare_finalize``, ``cuda_prepare_finalize``), and
   what its experts take (``experts_input``, ``cpu_fp8_experts``). By ``features`` the next two rooms

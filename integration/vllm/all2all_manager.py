@@ -12,6 +12,7 @@ from vllm.distributed.device_communicators.base_device_communicator import All2A
 
 from moe_nvlink_plugin import MoeAllToAll, env
 from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
@@ -100,10 +101,12 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase, OurManager):
         """Give waits the ordinary limit from now on, because this worker has warmed up. Local."""
         self.pool.end_startup()
 
+    @overrides
     def max_sms_used(self) -> int | None:
         """Return how many SMs our kernels may fill (MOE_NVLINK_MAX_SMS); None: all. Local."""
         return env.max_sms()
 
+    @overrides
     def get_handle(self, kwargs: dict[str, Any]) -> MoeAllToAll:
         """Return the exchange for a geometry; kwargs are the fields of `Geometry`. Collective."""
         return self.pool.exchange(Geometry(**kwargs))
@@ -111,20 +114,24 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase, OurManager):
     # Layers without a modular kernel call these three verbs. If a layer does, our prepare/finalize
     # is not in it, which must be an error.
 
+    @overrides
     def dispatch_router_logits(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise UnsupportedError: experts that route in their kernel cannot use our exchange."""
         raise self._not_modular()
 
+    @overrides
     def dispatch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise UnsupportedError: only our prepare/finalize calls our dispatch."""
         raise self._not_modular()
 
+    @overrides
     def combine(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise UnsupportedError: only our prepare/finalize calls our combine."""
         raise self._not_modular()
 
     # vLLM's own manager skips these two silently.
 
+    @overrides
     def checkpoint_prepare(self) -> None:
         """Raise UnsupportedError: we cannot give back memory that other ranks have mapped."""
         raise UnsupportedError(
@@ -133,6 +140,7 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase, OurManager):
             "new server instead, or use another backend."
         )
 
+    @overrides
     def checkpoint_restore(self) -> None:
         """Raise UnsupportedError as `checkpoint_prepare`."""
         self.checkpoint_prepare()
@@ -144,6 +152,7 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase, OurManager):
             "kernel, so our exchange was not placed in it. Use another backend for this model."
         )
 
+    @overrides
     def destroy(self) -> None:
         """Write the last counters; release exchanges and parts. Local; idempotent."""
         self.pool.close()

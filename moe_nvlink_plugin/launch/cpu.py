@@ -2,11 +2,10 @@
 
 A launch that runs beside its caller is such a call on another thread.
 
-A framework gives a rank its cores through the OpenMP runtime: vLLM sets GOMP_CPU_AFFINITY or
-KMP_AFFINITY (or OMP_PLACES) for each worker, as VLLM_CPU_OMP_THREADS_BIND says. The runtime then
-binds its first thread, which is the program's main thread, to the first of these cores. Every
-thread inherits the binding of the thread that starts it. So without spread() all threads of our
-kernels would share that one core with the main thread.
+A framework gives a rank its cores through the OpenMP runtime: it sets GOMP_CPU_AFFINITY or
+KMP_AFFINITY (or OMP_PLACES). The runtime then binds its first thread, which is the program's main
+thread, to the first of these cores. Every thread inherits the binding of the thread that starts it.
+So without spread() all threads of our kernels would share that one core with the main thread.
 """
 
 from __future__ import annotations

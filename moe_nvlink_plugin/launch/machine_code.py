@@ -6,7 +6,7 @@ import functools
 import logging
 from typing import Any
 
-from moe_nvlink_plugin import driver
+from moe_nvlink_plugin import driver, frameworks
 from moe_nvlink_plugin.errors import CompileError, DriverError, MoeNvlinkError, UnsupportedError
 from moe_nvlink_plugin.jit import cache, nvrtc
 
@@ -15,7 +15,6 @@ from .shape import Limits
 
 logger = logging.getLogger(__name__)
 
-_NO_ROOM = "leave more room on the GPU (vLLM: lower --gpu-memory-utilization)"
 #: The driver can do nothing with the machine code, as it says.
 _NOT_FOR_THIS_DRIVER = (
     "CUDA_ERROR_INVALID_IMAGE",
@@ -114,10 +113,13 @@ def _load(index: int, build: Build, cubin: bytes) -> Function:
                 return _function(_compiled_here(index, build, error), build)
         except DriverError as error:
             major, minor = driver.driver_version()
-            no_room = error.status == "CUDA_ERROR_OUT_OF_MEMORY"
+            what_to_do = _TOO_OLD
+            if error.status == "CUDA_ERROR_OUT_OF_MEMORY":
+                other = frameworks.advice(frameworks.GPU_MEMORY)
+                what_to_do = f"leave more room on the GPU{other}"
             raise CompileError(
                 f"the driver (CUDA {major}.{minor}) does not load the kernels built for "
-                f"{driver.device(index).architecture}: {error}; {_NO_ROOM if no_room else _TOO_OLD}"
+                f"{driver.device(index).architecture}: {error}; {what_to_do}"
             ) from error
 
 

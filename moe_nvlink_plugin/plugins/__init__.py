@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from moe_nvlink_plugin.frameworks import ENTRY_POINT_GROUP
+
 from .hookspecs import hookimpl
-from .registry import ENTRY_POINT_GROUP, check_connected, find_recipe, find_transport, manager
+from .registry import check_connected, find_recipe, find_transport, manager
 
 __all__ = [
     "ENTRY_POINT_GROUP",

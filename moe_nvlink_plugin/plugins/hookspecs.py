@@ -1,20 +1,17 @@
 """Hooks for plugins of this package.
 
 Implement them in a module or object, mark them with `pluggy.HookimplMarker("moe_nvlink")`, and name
-the module or object in the entry point group `moe_nvlink.plugins`.
+the module or object in the entry point group `moe_nvlink.plugins`. `frameworks` has one more hook,
+for adapters.
 """
 
 from __future__ import annotations
 
-import pluggy
-
+from moe_nvlink_plugin.frameworks import PROJECT, hookimpl, hookspec
 from moe_nvlink_plugin.recipes import Recipe
 from moe_nvlink_plugin.transport import Transport
 
-PROJECT = "moe_nvlink"
-
-hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
+__all__ = ["PROJECT", "hookimpl", "hookspec"]
 
 
 @hookspec

@@ -9,17 +9,16 @@ from typing import Any, Protocol, TypeVar
 import pluggy
 import torch
 
-from moe_nvlink_plugin import env
+from moe_nvlink_plugin import env, frameworks
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
+from moe_nvlink_plugin.frameworks import ENTRY_POINT_GROUP
 from moe_nvlink_plugin.groups import all_or_none, as_group
 from moe_nvlink_plugin.recipes import Recipe, opaque_recipe, unquantised_recipe_of
 from moe_nvlink_plugin.transport import Extent, Transport
 
 from . import builtin as builtin_plugins
 from . import hookspecs
-
-ENTRY_POINT_GROUP = "moe_nvlink.plugins"
 
 
 class _Named(Protocol):
@@ -35,6 +34,7 @@ def manager() -> pluggy.PluginManager:
     """Return the process's plugin manager, with our plugins and those of installed packages."""
     plugins = pluggy.PluginManager(hookspecs.PROJECT)
     plugins.add_hookspecs(hookspecs)
+    plugins.add_hookspecs(frameworks)
     plugins.register(builtin_plugins, name="builtin")
     plugins.load_setuptools_entrypoints(ENTRY_POINT_GROUP)
     plugins.check_pending()  # raises if a plugin has a hook that we would never call

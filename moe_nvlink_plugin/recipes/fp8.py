@@ -70,7 +70,7 @@ def check_block(recipe: str, hidden_size: int, block: int, instead: str) -> None
     if hidden_size % block:
         raise ConfigError(
             f"hidden_size={hidden_size} is not a multiple of {block}, the scale block of recipe "
-            f"{recipe}; vLLM's quantiser refuses it too. Use {instead}"
+            f"{recipe}; the frameworks' quantisers refuse it too. Use {instead}"
         )
 
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from moe_nvlink_plugin import frameworks
 from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
 from moe_nvlink_plugin.jit import nvrtc
 from moe_nvlink_plugin.launch.kernel import Variant
@@ -39,7 +40,7 @@ The exit code is 0 if GPU ranks or CPU ranks will work, and 1 if neither will or
 The command compiles kernels that the cache lacks into the cache."""
 
 _TOP = """
-Shows which ranks the others wait for, from the metrics of one or several vLLM servers, and again
+Shows which ranks the others wait for, from the metrics of one or several{of} servers, and again
 every few seconds until Ctrl-C. Name every server of the model: with external load balancing each
 server knows its own ranks only.
 
@@ -83,6 +84,7 @@ def _choices() -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="moe-nvlink", description=__doc__)
     parser.add_argument("--version", action="version", version=f"moe-nvlink {own_version()}")
+    serving = frameworks.named(frameworks.METRICS)
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser(
         "doctor",
@@ -154,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     watching = commands.add_parser(
         "top",
         help="show which ranks of a running model the others wait for",
-        description=_TOP,
+        description=_TOP.format(of=f" {serving}" if serving else ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     watching.add_argument("urls", nargs="+", metavar="URL", help="a server, or its /metrics")

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from moe_nvlink_plugin import driver, env
+from moe_nvlink_plugin import driver, env, frameworks
 from moe_nvlink_plugin.errors import DriverError, MoeNvlinkError, TransportError, UnsupportedError
 from moe_nvlink_plugin.groups import Group, all_or_none
 
@@ -249,10 +249,10 @@ class _Building:
                 f"{free} of its {total} bytes are free. A workspace takes ep_size "
                 f"({self._memory._group.size}) x max_tokens_per_rank x (bytes of a token's payload "
                 "rows + of its widest combined row) x num_channels, and up to 128 MiB x "
-                "num_channels for small batches. Lower max_tokens_per_rank (vLLM: "
-                "--max-num-batched-tokens), choose a recipe or dtype with fewer bytes per token, "
-                "lower num_channels or set MOE_NVLINK_SMALL_TOKENS=0; or leave more room on the "
-                "GPU (vLLM: lower --gpu-memory-utilization)"
+                "num_channels for small batches. Lower max_tokens_per_rank"
+                f"{frameworks.advice(frameworks.CAPACITY)}, choose a recipe or dtype with fewer "
+                "bytes per token, lower num_channels or set MOE_NVLINK_SMALL_TOKENS=0; or leave "
+                f"more room on the GPU{frameworks.advice(frameworks.GPU_MEMORY)}"
             ) from error
 
     def connect(self, offers: Sequence[_Offer]) -> None:

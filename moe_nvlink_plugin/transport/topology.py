@@ -9,17 +9,17 @@ import os
 import socket
 from collections.abc import Sequence
 
-from moe_nvlink_plugin import driver, env
+from moe_nvlink_plugin import driver, env, frameworks
 from moe_nvlink_plugin.errors import DriverError, UnsupportedError
 
 from . import hosts, vmm
 
 logger = logging.getLogger(__name__)
 
-_INSTEAD = (
-    "or let vLLM exchange over NCCL (--all2all-backend allgather_reducescatter), or across NVLink "
-    "domains with DeepEP"
-)
+
+def _instead() -> str:
+    other = frameworks.advice(frameworks.ANOTHER_BACKEND)
+    return f"or exchange over NCCL{other}, or across NVLink domains with DeepEP"
 
 
 class Link(enum.Enum):
@@ -103,7 +103,7 @@ def look(index: int, trial: vmm.FabricTrial) -> Facts:
     if not vmm.attribute(index, "VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED"):
         raise UnsupportedError(
             f"GPU {index} ({device.name}) has no virtual memory management (a vGPU profile or WSL "
-            f"may lack it); use another machine, {_INSTEAD}"
+            f"may lack it); use another machine, {_instead()}"
         )
     links = {} if device.is_mig else _links(device)
     return Facts(
@@ -197,7 +197,7 @@ def decide(ranks: Sequence[Facts]) -> vmm.Sharing:
             f"through FABRIC handles, which are missing on {'; '.join(lacking)}. On a "
             "multi-node NVLink system start the IMEX service on every host and give the container "
             "/dev/nvidia-caps-imex-channels (containers of one host: a common network namespace "
-            f"is enough, docker: --network host); {_INSTEAD}"
+            f"is enough, docker: --network host); {_instead()}"
         )
     return vmm.Sharing.FABRIC
 
@@ -207,7 +207,7 @@ def _check_devices(ranks: Sequence[Facts]) -> None:
     if slices and len(ranks) > 1:
         raise UnsupportedError(
             f"{', '.join(slices)}: NVLink does not reach a MIG slice; turn MIG off (nvidia-smi "
-            f"-mig 0), {_INSTEAD}"
+            f"-mig 0), {_instead()}"
         )
     first = ranks[0]
     for rank, facts in enumerate(ranks):
@@ -215,7 +215,7 @@ def _check_devices(ranks: Sequence[Facts]) -> None:
             raise UnsupportedError(
                 f"rank {rank} runs on {facts} ({facts.name}, compute capability "
                 f"{_dotted(facts.capability)}), rank 0 on {first} ({first.name}, "
-                f"{_dotted(first.capability)}); use one kind of GPU for a group, {_INSTEAD}"
+                f"{_dotted(first.capability)}); use one kind of GPU for a group, {_instead()}"
             )
 
 
@@ -256,7 +256,7 @@ def _check_links(ranks: Sequence[Facts]) -> None:
                 raise UnsupportedError(
                     f"rank {rank} ({facts}) reaches rank {peer} ({theirs}) by {link.value}, not by "
                     "NVLink; look at `nvidia-smi topo -p2p n` (IOMMU, ACS or a hypervisor may turn "
-                    f"it off), choose GPUs of one NVLink domain, {_INSTEAD}"
+                    f"it off), choose GPUs of one NVLink domain, {_instead()}"
                 )
 
 
@@ -275,7 +275,7 @@ def check_trials(ranks: Sequence[Facts], unreachable: Sequence[dict[int, str]]) 
             raise UnsupportedError(
                 f"rank {rank} ({ranks[rank]}) cannot import the memory of rank {peer} "
                 f"({ranks[peer]}): {cause}; they are not in one NVLink domain, or not in one IMEX "
-                f"domain (nvidia-imex-ctl -N shows it): choose hosts of one domain, {_INSTEAD}"
+                f"domain (nvidia-imex-ctl -N shows it): choose hosts of one domain, {_instead()}"
             )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,59 @@ def test_readers_of_the_environment_are_no_leftovers() -> None:
         files = [path for path in product_files() if path.is_relative_to(ROOT / name)]
         trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
         assert any(touches_environment(tree) for tree in trees), name
+
+
+#: Frameworks that adapters serve, and who outside of integration/ may name them, and why.
+FRAMEWORKS = re.compile("vllm|sglang|flashinfer", re.IGNORECASE)
+NAMING = {
+    "moe_nvlink_plugin/__init__.py": "the tour names the folders of the adapters",
+    "moe_nvlink_plugin/recipes/": "docstrings say whose arithmetic a recipe has",
+}
+
+
+def naming_a_framework(text: str, *, in_documentation: bool) -> list[int]:
+    """Lines that name a framework; in_documentation: comments and docstrings count too."""
+    lines = {n for n, line in enumerate(text.splitlines(), 1) if FRAMEWORKS.search(line)}
+    if in_documentation:
+        return sorted(lines)
+    tree = ast.parse(text)
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            docstring = node.body[0]
+            assert docstring.end_lineno is not None
+            lines -= set(range(docstring.lineno, docstring.end_lineno + 1))
+    comments = tokenize.generate_tokens(io.StringIO(text).readline)
+    return sorted(lines - {one.start[0] for one in comments if one.type == tokenize.COMMENT})
+
+
+def core_files() -> list[Path]:
+    """The package without its links to kernels/ and integration/."""
+    parts = sorted((ROOT / "moe_nvlink_plugin").iterdir())
+    folders = [path for path in parts if path.is_dir() and not path.is_symlink()]
+    below = [path for folder in folders for path in folder.rglob("*.py")]
+    return sorted([*below, *(path for path in parts if path.suffix == ".py")])
+
+
+@pytest.mark.parametrize("path", core_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_core_names_no_framework(path: Path) -> None:
+    may_document = path.relative_to(ROOT).as_posix().startswith(tuple(NAMING))
+    lines = naming_a_framework(path.read_text("utf-8"), in_documentation=not may_document)
+    assert not lines, f"{path}:{lines[0]}: an adapter says it, by moe_nvlink_plugin/frameworks.py"
+
+
+def test_whoever_may_name_a_framework_does() -> None:
+    for name in NAMING:
+        texts = [
+            path.read_text("utf-8") for path in core_files() if path.is_relative_to(ROOT / name)
+        ]
+        assert any(naming_a_framework(text, in_documentation=True) for text in texts), name
+
+
+def test_names_of_frameworks_are_found() -> None:
+    text = '"""As vLLM does."""\nflag = "use SGLang"  # or vLLM\n# FlashInfer\ndef vllm(): ...\n'
+    assert naming_a_framework(text, in_documentation=True) == [1, 2, 3, 4]
+    assert naming_a_framework(text.replace("  # or vLLM", ""), in_documentation=False) == [2, 4]
 
 
 def imported_by(statement: str) -> set[str]:

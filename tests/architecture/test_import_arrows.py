@@ -29,15 +29,16 @@ ARROWS: dict[str, set[str]] = {
     "exchange": {"doorway", "recipes", "jit", "memory", "plugins", "launch"},
     "lm_head": {"doorway", "memory", "plugins", "launch"},
     "tools": {"doorway", "transport", "jit", "plugins", "launch", "exchange", "lm_head"},
+    "integration.frameworks": {"doorway"},
     COMMON: {"doorway", "public"},
     FLASHINFER: {"doorway", "public", COMMON},
     SGLANG: {"doorway", "public", COMMON},
     VLLM: {"doorway", "public", COMMON},
     f"{VLLM}.moe": {"doorway", "public", COMMON, VLLM},
-    f"{VLLM}.balancing": {"doorway", COMMON, VLLM, f"{VLLM}.moe"},
-    f"{VLLM}.lora": {"doorway", VLLM, f"{VLLM}.moe"},
+    f"{VLLM}.balancing": {"doorway", "public", COMMON, VLLM, f"{VLLM}.moe"},
+    f"{VLLM}.lora": {"doorway", "public", VLLM, f"{VLLM}.moe"},
     f"{VLLM}.draft": {"doorway", "public", COMMON, VLLM},
-    f"{VLLM}.scheduler": {"doorway", COMMON, VLLM},
+    f"{VLLM}.scheduler": {"doorway", "public", COMMON, VLLM},
     f"{VLLM}.plugin": {
         *("doorway", "public", COMMON, VLLM),
         *(f"{VLLM}.{room}" for room in ("moe", "balancing", "lora", "draft", "scheduler")),
@@ -48,8 +49,8 @@ ELSEWHERE = {"__main__": "tools"}
 #: Modules right under VLLM; its folders are rooms.
 VLLM_LOWEST = {"all2all_manager", "backend", "choices", "compat", "logs", "metrics"}
 #: The doorway's modules, and what an adapter, like any other user, may import of other rooms.
-DOORWAY = {"errors", "env", "config", "groups", "driver", "reference", "testing"}
-PUBLIC = {PACKAGE, f"{PACKAGE}.lm_head.cost"}
+DOORWAY = {"errors", "env", "frameworks", "config", "groups", "driver", "reference", "testing"}
+PUBLIC = {PACKAGE, f"{PACKAGE}.integration", f"{PACKAGE}.lm_head.cost"}
 
 
 class Import(NamedTuple):

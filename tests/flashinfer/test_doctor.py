@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_nvlink_plugin import frameworks
 from moe_nvlink_plugin.tools.doctor import inquiry, report
 
 
@@ -36,17 +37,18 @@ def test_the_backend_can_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     text = report.as_text([found], [])
     assert "FlashInfer: 0.7.2 has flashinfer.moe_ep; import moe_nvlink_plugin.integration" in text
     assert "flashinfer" not in sys.modules
-    software = dataclasses.replace(found.software, flashinfer=None)
+    software = dataclasses.replace(found.software, frameworks={})
     without = dataclasses.replace(found, software=software)
     assert "FlashInfer: " not in report.as_text([without], [])
 
 
 def test_a_release_without_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "0.6.1", has_registry=False)
-    found = inquiry._software().flashinfer
-    assert found is not None
+    found = inquiry._software().frameworks["FlashInfer"]
     assert "0.6.1 has no registry of moe_ep for backend moe_nvlink; install" in found.error
 
 
 def test_without_flashinfer_there_is_no_line() -> None:
-    assert inquiry._flashinfer(None) is None
+    (one,) = [one for one in frameworks.installed() if one.name == "FlashInfer"]
+    assert one.look is not None
+    assert one.look({}) is None

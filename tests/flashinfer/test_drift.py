@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 from moe_nvlink_plugin.integration.common.names import Touched
+from moe_nvlink_plugin.integration.common.own_source import Reader
 from moe_nvlink_plugin.integration.flashinfer import compat
 from tests.support import flashinfer_wheel
 from tests.support.wheels import FetchError
-from tests.unit.framework_source import Source, not_in_the_readme
+from tests.unit.framework_source import Source, patched_for_no_reason, unmarked
 from tests.unit.framework_wheels import left_out
 
 ROOT = Path(__file__).resolve().parents[2]
+TOUCHED = compat.touched()
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def source() -> Source:
 
 
 def test_every_name_is_there_as_we_touch_it(source: Source) -> None:
-    complaints = [source.complaints(touched) for touched in compat.TOUCHED]
+    complaints = [source.complaints(touched) for touched in TOUCHED]
     assert [complaint for complaint in complaints if complaint] == []
 
 
@@ -35,12 +37,14 @@ def test_every_field_we_read_is_there(source: Source) -> None:
 
 
 def test_a_change_is_noticed(source: Source) -> None:
-    verb = next(one for one in compat.TOUCHED if one.name == "MoeAlltoAll.dispatch")
+    verb = next(one for one in TOUCHED if one.name == "MoeAlltoAll.dispatch")
     assert verb.parameters is not None
-    assert "takes" in source.complaints(verb._replace(parameters=verb.parameters[:-1]))
+    assert verb.signature is not None
+    fewer = verb.signature._replace(names=verb.parameters[:-1])
+    assert "takes" in source.complaints(verb._replace(signature=fewer))
     gone = Touched(verb.module, "MoeAlltoAll.is_gone", "use")
     assert "is gone" in source.complaints(gone)
-    params = compat.FIELDS[0]
+    params = next(one for one in compat.FIELDS if one.owner == "MoEEpCommParams")
     assert source.missing_fields(params._replace(names=("top_k", "is_gone"))) == [
         f"{params.module}.MoEEpCommParams.is_gone"
     ]
@@ -55,8 +59,12 @@ def test_the_oldest_release_that_may_be_installed_is_the_one_that_was_read() -> 
     assert f'"flashinfer-python>={compat.OLDEST}"' in text
 
 
-def test_the_readme_lists_every_name_that_we_replace() -> None:
-    assert not_in_the_readme("flashinfer", compat.TOUCHED) == []
+def test_every_name_that_we_replace_has_a_reason() -> None:
+    assert patched_for_no_reason(TOUCHED) == []
+
+
+def test_every_method_that_overrides_one_says_so(source: Source) -> None:
+    assert unmarked(Reader(compat.RULES), source) == set()
 
 
 def test_the_tables_of_versions_say_what_was_done() -> None:

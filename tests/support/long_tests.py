@@ -24,13 +24,13 @@ _CASES = "cases of this long test"
 
 
 class Shard(NamedTuple):
-    """Every `count`-th long test, from the one with this number on; numbers begin at 1."""
+    """Every `of`-th long test, from the one with this number on; numbers begin at 1."""
 
     number: int
-    count: int
+    of: int
 
     @classmethod
-    def of(cls, text: str) -> Shard:
+    def read(cls, text: str) -> Shard:
         """Read NUMBER/COUNT.
 
         Raises:
@@ -51,7 +51,7 @@ class Shard(NamedTuple):
         others = set()
         long = [item for item in items if item.get_closest_marker("long")]
         for place, item in enumerate(sorted(long, key=lambda item: item.nodeid)):
-            if place % self.count != self.number - 1:
+            if place % self.of != self.number - 1:
                 others.add(item)
         return [item for item in items if item not in others], [*others]
 
@@ -89,11 +89,11 @@ class LongTests:
                 "commit first"
             )
         text = config.getoption("shard")
-        self._shard = Shard.of(text) if text else None
+        self._shard = Shard.read(text) if text else None
         if self._shard and config.option.markexpr == "not long":
             config.option.markexpr = ""
         self.outcomes: dict[str, Counter[str]] = defaultdict(Counter)
-        self._seconds: Counter[str] = Counter()
+        self._seconds: dict[str, float] = defaultdict(float)
         self._cases: dict[str, int] = {}
 
     @pytest.hookimpl(tryfirst=True)

@@ -13,25 +13,26 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from moe_nvlink_plugin.integration.common.names import Fields, Touched, minor
-
-INTEGRATION = Path(__file__).parents[2] / "integration"
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+from moe_nvlink_plugin.integration.common.names import Call, Fields, Signature, Touched, minor
+from moe_nvlink_plugin.integration.common.own_source import Function, Reader, signature_of
 
 
-def not_in_the_readme(package: str, touched: Iterable[Touched]) -> list[Touched]:
-    """Patches that the adapter's README.md lacks; modules stand there without the package."""
-    text = (INTEGRATION / package / "README.md").read_text(encoding="utf-8")
-    rows = [line for line in text.splitlines() if line.startswith("|")]
+def patched_for_no_reason(touched: Iterable[Touched]) -> list[Touched]:
+    """Names that we replace without a word of what for; `why` begins with our module's name."""
+    return [one for one in touched if one.kind == "patch" and not one.why.partition(": ")[2]]
 
-    def has(*words: str) -> bool:
-        return any(all(f"`{word}`" in row for word in words) for row in rows)
 
-    return [
-        one
-        for one in touched
-        if one.kind == "patch" and not has(one.name, one.module.removeprefix(f"{package}."))
-    ]
+def unmarked(reader: Reader, source: Source) -> set[str]:
+    """Methods of ours that the framework has too, in each class that ours extends.
+
+    Without a mark nobody would miss the framework's. A constructor may have other parameters.
+    """
+    found: dict[str, list[bool]] = {}
+    for one in reader.methods():
+        if not one.is_marked and not one.name.startswith("__"):
+            has = source.has_attribute(one.base.module, one.base.name, one.name)
+            found.setdefault(f"{one.where}.{one.name}", []).append(has)
+    return {name for name, has in found.items() if all(has)}
 
 
 class Found(NamedTuple):
@@ -71,7 +72,19 @@ class Source:
             return found
         if isinstance(found.node, ast.Module):
             return self.find(found.module, rest)
+        if isinstance(found.node, ast.Assign | ast.AnnAssign):
+            made = self._class_of(found)
+            return found if made is None else self._in_class(made, rest)
         return self._in_class(found, rest)
+
+    def _class_of(self, found: Found) -> Found | None:
+        """The class of an object of a module, as an annotation or a call says; None: no class."""
+        node = found.node
+        made = node.annotation if isinstance(node, ast.AnnAssign) else getattr(node, "value", None)
+        if isinstance(made, ast.Call):
+            made = made.func
+        cls = None if made is None else self._resolve(found.module, ast.unparse(made))
+        return cls if cls is not None and isinstance(cls.node, ast.ClassDef) else None
 
     def _in_module(self, module: str, name: str) -> Found | None:
         tree = self._parse(module)
@@ -157,18 +170,28 @@ class Source:
         found = self.find(touched.module, touched.name)
         if found is None:
             return f"{where} is gone"
-        if touched.parameters is None:
+        function = found
+        if isinstance(found.node, ast.ClassDef) and touched.calls:
+            function = self._in_class(found, "__init__") or found
+        if not isinstance(function.node, Function):
+            is_one = touched.parameters is not None
+            return f"{where} is no function any more" if is_one else ""
+        theirs = signature_of(function.node)
+        for call in touched.calls:
+            if not _binds(theirs, call):
+                return f"{where} takes {list(theirs.names)}, we pass {_told(call)}"
+        if touched.signature is not None:
+            fits = _overrides(touched.signature, theirs)
+        elif touched.parameters is None:
             return ""
-        if not isinstance(found.node, Function):
-            return f"{where} is no function any more"
-        names, optional, takes_more = _parameters(found.node)
-        if touched.kind in ("hook", "subclass"):
-            fits = tuple(names) == touched.parameters and not takes_more
+        elif touched.kind in ("hook", "subclass"):
+            fits = theirs.names == touched.parameters and not all(theirs.takes_more)
         else:
-            others = [name for name in names if name not in touched.parameters]
-            known = takes_more or set(touched.parameters) <= set(names)
-            fits = known and set(others) <= optional
-        return "" if fits else f"{where} takes {names}, we know {list(touched.parameters)}"
+            others = set(theirs.names) - set(touched.parameters)
+            known = all(theirs.takes_more) or set(touched.parameters) <= set(theirs.names)
+            fits = known and others <= theirs.optional
+        ours = list(touched.parameters or ())
+        return "" if fits else f"{where} takes {list(theirs.names)}, we know {ours}"
 
     def missing_fields(self, fields: Fields) -> list[str]:
         """The attributes among `fields` that the class does not have."""
@@ -231,15 +254,24 @@ def _set_on_self(cls: ast.AST) -> set[str]:
     }
 
 
-def _parameters(function: Function) -> tuple[list[str], set[str], bool]:
-    """Names without self and cls; those with a default; whether *args and **kwargs take more."""
-    arguments = function.args
-    positional = [*arguments.posonlyargs, *arguments.args]
-    names = [argument.arg for argument in [*positional, *arguments.kwonlyargs]]
-    with_default = positional[len(positional) - len(arguments.defaults) :]
-    optional = {argument.arg for argument in with_default}
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        if default is not None:
-            optional.add(argument.arg)
-    takes_more = arguments.vararg is not None and arguments.kwarg is not None
-    return [name for name in names if name not in ("self", "cls")], optional, takes_more
+def _binds(theirs: Signature, call: Call) -> bool:
+    """Whether a function takes the arguments of a call."""
+    by_position = theirs.names[: theirs.positional]
+    takes_args, takes_kwargs = theirs.takes_more
+    given = {*by_position[: call.positional], *call.keywords}
+    fits = takes_args or call.positional <= theirs.positional
+    known = takes_kwargs or set(call.keywords) <= set(theirs.names)
+    return fits and known and set(theirs.names) - given <= theirs.optional
+
+
+def _told(call: Call) -> str:
+    return f"{call.positional} by position, {list(call.keywords)} by name"
+
+
+def _overrides(ours: Signature, theirs: Signature) -> bool:
+    """Whether a method of ours takes what the framework passes to its own."""
+    common = tuple(name for name in ours.names if name in theirs.names)
+    more = set(ours.names) - set(theirs.names) <= ours.optional
+    if any(ours.takes_more):
+        return more and common == theirs.names[: len(common)]
+    return more and common == theirs.names and not all(theirs.takes_more)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_nvlink_plugin import env
+from moe_nvlink_plugin import frameworks
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("benchmarks", "include", "integration", "kernels", "moe_nvlink_plugin", "tests")
@@ -98,7 +98,10 @@ def test_the_table_of_variables_is_that_of_env() -> None:
         text,
         re.DOTALL,
     )
-    rows = [f"| `{name}` | {default} | {use} |" for name, (default, use) in env.VARIABLES.items()]
+    rows = [
+        f"| `{name}` | {default} | {use} |"
+        for name, (default, use) in frameworks.variables().items()
+    ]
     assert table.splitlines() == ["| variable | default | meaning |", "|---|---|---|", *rows]
 
 

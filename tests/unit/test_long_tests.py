@@ -88,7 +88,7 @@ def test_without_a_shard_no_long_test_runs(suite: pytest.Pytester) -> None:
 @pytest.mark.parametrize("text", ["0/3", "4/3", "3", "a/b", "1/0", "1/2/3"])
 def test_a_shard_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(pytest.UsageError, match="NUMBER/COUNT"):
-        long_tests.Shard.of(text)
+        long_tests.Shard.read(text)
 
 
 def test_a_whole_run_renews_what_passed_and_drops_what_failed(suite: pytest.Pytester) -> None:

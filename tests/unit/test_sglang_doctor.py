@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import json
 import sys
 from pathlib import Path
 
@@ -47,9 +48,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
 
 
 def _asked() -> inquiry.Found:
-    found = inquiry._software().sglang
-    assert found is not None
-    return found
+    return inquiry._software().frameworks["SGLang"]
 
 
 def test_the_flag_is_available(environment: Environment) -> None:
@@ -93,7 +92,9 @@ def test_it_is_in_the_report_and_in_json(environment: Environment) -> None:
     found = inquiry.facts()
     assert inquiry.from_json(inquiry.to_json(found)) == found
     assert "SGLang: 0.5.23 takes --moe-a2a-backend moe_nvlink" in report.as_text([found], [])
-    without = dataclasses.replace(found.software, sglang=None)
+    as_json = json.loads(report.as_json([found], []))["ranks"][0]["software"]
+    assert as_json["sglang"]["text"].startswith("0.5.23 takes")
+    without = dataclasses.replace(found.software, frameworks={})
     assert "takes --moe-a2a-backend" not in report.as_text(
         [dataclasses.replace(found, software=without)], []
     )

@@ -7,18 +7,19 @@ its Python files, and kept in the user's cache directory. Nothing of it is impor
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from moe_nvlink_plugin.integration.common.names import Fields, Touched
+from moe_nvlink_plugin.integration.common.own_source import Reader
 from moe_nvlink_plugin.integration.sglang import compat
-from tests.unit.framework_source import Source, not_in_the_readme
+from tests.unit.framework_source import Source, patched_for_no_reason, unmarked
 from tests.unit.framework_wheels import Wheels
 
 ROOT = Path(__file__).resolve().parents[2]
 ADAPTER = Path(compat.__file__).parent
+TOUCHED = compat.touched()
 WHEELS = Wheels(
     "sglang",
     python="3.11",
@@ -33,7 +34,7 @@ def source(request: pytest.FixtureRequest) -> Source:
 
 
 def test_every_name_is_there_as_we_touch_it(source: Source) -> None:
-    complaints = [source.complaints(touched) for touched in compat.TOUCHED]
+    complaints = [source.complaints(touched) for touched in TOUCHED]
     assert [complaint for complaint in complaints if complaint] == []
 
 
@@ -44,7 +45,7 @@ def test_every_field_we_read_is_there(source: Source) -> None:
 
 def test_a_name_that_moved_is_found(source: Source) -> None:
     """On SGLang's source itself: the reader follows imports and classes of another package too."""
-    hook = next(one for one in compat.TOUCHED if one.name == "create_moe_dispatcher")
+    hook = next(one for one in TOUCHED if one.name == "create_moe_dispatcher")
     assert "takes" in source.complaints(hook._replace(kind="hook", parameters=("renamed",)))
     gone = Touched("sglang.srt.layers.moe.utils", "MoeA2ABackend.is_gone", "use")
     assert "is gone" in source.complaints(gone)
@@ -56,30 +57,15 @@ def test_tests_have_served_no_version_that_none_has_read() -> None:
     assert {one for tried in compat.TRIED.values() for one in tried} <= set(compat.READ)
 
 
-# The lists, held against our own source and the README.
+def test_every_method_that_overrides_one_says_so(source: Source) -> None:
+    assert unmarked(Reader(compat.RULES), source) == set()
 
 
-def _imported() -> Iterator[tuple[str, str]]:
-    """Every (module, name) that the adapter imports from SGLang, read off its source."""
-    for path in sorted(ADAPTER.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang"):
-                yield from ((str(node.module), alias.name) for alias in node.names)
+# The list, held against our own source and the README.
 
 
-def test_the_list_has_every_name_we_import() -> None:
-    listed = {(t.module, t.name.partition(".")[0]) for t in compat.TOUCHED}
-    modules = {t.module for t in compat.TOUCHED}
-    missing = {
-        (module, name)
-        for module, name in _imported()
-        if (module, name) not in listed and f"{module}.{name}" not in modules
-    }
-    assert missing == set()
-
-
-def test_the_readme_lists_every_name_that_we_replace() -> None:
-    assert not_in_the_readme("sglang", compat.TOUCHED) == []
+def test_every_name_that_we_replace_has_a_reason() -> None:
+    assert patched_for_no_reason(TOUCHED) == []
 
 
 def test_the_tables_of_versions_say_what_was_done() -> None:

@@ -17,12 +17,21 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from moe_nvlink_plugin.integration.common.names import Fields, Touched, minor
+from moe_nvlink_plugin.integration.common.names import (
+    Call,
+    Fields,
+    Signature,
+    Touched,
+    minor,
+)
+from moe_nvlink_plugin.integration.common.own_source import Reader, modules_of
 from moe_nvlink_plugin.integration.vllm import compat
-from tests.unit.framework_source import Source
+from tests.unit.framework_source import Source, unmarked
 from tests.unit.framework_wheels import Wheels
 
 ROOT = Path(__file__).resolve().parents[2]
+TOUCHED = compat.touched()
+MODELS = "vllm.model_executor.models"
 #: The CUDA wheels, without folders that hold nothing we touch but drafts, and half of all files.
 WHEELS = Wheels(
     "vllm",
@@ -30,9 +39,9 @@ WHEELS = Wheels(
     platforms=tuple(f"manylinux_2_{number}_x86_64" for number in (28, 31, 34, 35)),
     left_out=("vllm/third_party/", "vllm/model_executor/models/"),
     kept=frozenset(
-        touched.module.replace(".", "/") + end
-        for touched in compat.TOUCHED
-        if touched.module.startswith("vllm.model_executor.models")
+        module.replace(".", "/") + end
+        for module in {one.module for one in TOUCHED} | {f"{MODELS}.registry"}
+        if module.startswith(MODELS)
         for end in (".py", "/__init__.py")
     ),
 )
@@ -52,13 +61,46 @@ def source(request: pytest.FixtureRequest) -> Source:
 
 
 def test_every_name_is_there_as_we_touch_it(source: Source) -> None:
-    complaints = [source.complaints(touched) for touched in compat.TOUCHED]
+    complaints = [source.complaints(touched) for touched in TOUCHED]
     assert [complaint for complaint in complaints if complaint] == []
 
 
 def test_every_field_we_read_is_there(source: Source) -> None:
     missing = [name for fields in compat.FIELDS for name in source.missing_fields(fields)]
     assert missing == []
+
+
+def test_every_method_that_overrides_one_says_so(source: Source) -> None:
+    assert unmarked(Reader(compat.RULES), source) == set()
+
+
+def test_what_disappears_from_vllm_is_found() -> None:
+    """Each kind of name that is read off our source, and one that stands in a list."""
+    gone = {
+        "all2all_manager": [("import get_ep_group", "import get_no_group")],
+        "moe.layers": [
+            ("def _select_forward", "def _select_nothing"),
+            ("super()._maybe_combine(", "super()._maybe_nothing("),
+            ("super()._replace_quant_method(quant_method)", "super()._replace_quant_method()"),
+        ],
+        "moe.method": [("mk.FusedMoEKernel(ours, ", "mk.FusedMoEKernel(ours, 1, 2, another=")],
+        "moe.prepare_finalize": [("ActivationFormat.Standard", "ActivationFormat.Unknown")],
+        "plugin.worker": [("load_dummy_weights: bool = False", "load_no_weights: bool = False")],
+        "draft.mtp": [("ModelRegistry.register_model", "ModelRegistry.register_nothing")],
+    }
+    texts = modules_of(compat.RULES.package)
+    for module, edits in gone.items():
+        for before, after in edits:
+            assert before in texts[module]
+            texts[module] = texts[module].replace(before, after)
+    source = _installed()
+    found = {source.complaints(one) for one in Reader(compat.RULES, texts).touched()} - {""}
+    for name in (
+        *("get_no_group is gone", "_select_nothing is gone", "_maybe_nothing is gone"),
+        *("_replace_quant_method takes", "FusedMoEKernel takes", "Format.Unknown is gone"),
+        *("Worker.load_model takes", "ModelRegistry.register_nothing is gone"),
+    ):
+        assert any(name in complaint for complaint in found), (name, found)
 
 
 def test_the_ops_we_call_are_registered(source: Source) -> None:
@@ -96,6 +138,11 @@ _PACKAGE = {
         "    declared: int\n"
         "    def __init__(self):\n"
         "        self.assigned: int = 1\n"
+        "class Made:\n"
+        "    def __init__(self, one, two): ...\n"
+    ),
+    "vllm/objects.py": (
+        "from .classes import Child\nmade = Child()\ntold: Child\ntable: dict[str, int] = {}\n"
     ),
     "vllm/bases.py": (
         "try:\n"
@@ -118,6 +165,14 @@ def small(tmp_path: Path) -> Source:
     return Source(tmp_path, "0.5.1")
 
 
+def _called(call: Call, module: str = "vllm.shared", name: str = "helper") -> Touched:
+    return Touched(module, name, "use", calls=(call,))
+
+
+def _overridden(ours: Signature) -> Touched:
+    return Touched("vllm.classes", "Child.hook", "subclass", ours.names, signature=ours)
+
+
 @pytest.mark.parametrize(
     ("touched", "complaint"),
     [
@@ -135,6 +190,24 @@ def small(tmp_path: Path) -> Source:
         (Touched("vllm.classes", "Child.loose", "use", ("anything",)), ""),
         (Touched("vllm.classes", "Child.loose", "hook", ("anything",)), "takes []"),
         (Touched("vllm.classes", "Child.declared", "use", ()), "is no function"),
+        (Touched("vllm.objects", "made.hook", "use"), ""),
+        (Touched("vllm.objects", "made.gone", "use"), "made.gone is gone"),
+        (Touched("vllm.objects", "told.gone", "use"), "told.gone is gone"),
+        (Touched("vllm.objects", "table.get", "use"), ""),
+        (_called(Call(1)), ""),
+        (_called(Call(1, ("two",))), ""),
+        (_called(Call(0, ("two",))), "we pass 0 by position"),
+        (_called(Call(3)), "we pass 3 by position"),
+        (_called(Call(1, ("three",))), "['three'] by name"),
+        (_called(Call(1), "vllm.classes", "Made"), "we pass 1 by position"),
+        (_called(Call(2), "vllm.classes", "Made"), ""),
+        (_overridden(Signature(("a", "b"), 2, frozenset({"b"}))), ""),
+        (_overridden(Signature(("a", "b", "c"), 3, frozenset({"b", "c"}))), ""),
+        (_overridden(Signature(("a", "b", "c"), 3)), "we know ['a', 'b', 'c']"),
+        (_overridden(Signature(("b", "a"), 2)), "we know ['b', 'a']"),
+        (_overridden(Signature(("a",), 1)), "we know ['a']"),
+        (_overridden(Signature(("a",), 1, takes_more=(True, True))), ""),
+        (_overridden(Signature(("b",), 1, takes_more=(True, True))), "we know ['b']"),
         (Touched("vllm.classes", "Child.later", "use", (), since="0.6"), ""),
         (Touched("vllm.classes", "Child.later", "use", (), since="0.5"), "is gone"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +16,12 @@ from vllm.config import CompilationMode
 from vllm.config.lora import LoRAConfig
 
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
-from moe_nvlink_plugin.integration.common import names
+from moe_nvlink_plugin.integration.common import names, own_source
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm import backend, compat
 from moe_nvlink_plugin.integration.vllm.choices import KEY, options_of
 from moe_nvlink_plugin.integration.vllm.plugin import validation
-from tests.unit.framework_source import not_in_the_readme
+from tests.unit.framework_source import patched_for_no_reason
 
 pytestmark = pytest.mark.usefixtures("environment")
 
@@ -363,8 +362,9 @@ def test_the_configuration_goes_before_the_environment(monkeypatch: pytest.Monke
 
 def test_every_name_we_touch_exists_here() -> None:
     # The CPU build's modules for CUDA do not import, nor do drafts that see images.
-    left_out = [t for t in compat.TOUCHED if t.device == "cuda" or t.needed_for == "one draft"]
-    here = [t for t in compat.TOUCHED if t not in left_out and not t.since]
+    touched = compat.touched()
+    left_out = [t for t in touched if t.device == "cuda" or t.needed_for == "one draft"]
+    here = [t for t in touched if t not in left_out and not t.since]
     assert [touched for touched in here if not names.exists(touched)] == []
     for shared in (False, True):
         compat.check_names("cpu", drafts=shared, balances=True, adapts=True)
@@ -380,8 +380,8 @@ def test_a_missing_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         names.Touched("vllm", "of_drafts", "use", needed_for="drafts"),
         names.Touched("vllm", "of_one", "use", needed_for="one draft"),
     )
-    here = [touched for touched in compat.TOUCHED if touched.device != "cuda"]
-    monkeypatch.setattr(compat, "TOUCHED", (*here, *gone))
+    by_hand = {**compat.BY_HAND, "plugin.graphs": gone}
+    monkeypatch.setattr(compat, "RULES", compat.RULES._replace(by_hand=by_hand))
     with pytest.raises(UnsupportedError) as caught:
         compat.check_names("cpu")
     assert "vllm.no_such_module.Name" in str(caught.value)
@@ -396,23 +396,46 @@ def test_a_missing_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         compat.check_names("cuda")
 
 
-def test_the_readme_lists_every_name_that_we_replace() -> None:
-    assert not_in_the_readme("vllm", compat.TOUCHED) == []
+@pytest.mark.parametrize(
+    ("before", "after", "missing"),
+    [
+        ("import get_ep_group", "import get_no_group", "vllm.distributed.get_no_group"),
+        ("import All2AllManagerBase", "import NoBase", "base_device_communicator.NoBase"),
+        ("def max_sms_used", "def max_nothing", "All2AllManagerBase.max_nothing"),
+    ],
+)
+def test_a_name_that_our_source_spells_is_missed(
+    before: str, after: str, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusal names it, with the module of ours that needs it and what that is."""
+    texts = own_source.modules_of(compat.RULES.package)
+    assert before in texts["all2all_manager"]
+    texts["all2all_manager"] = texts["all2all_manager"].replace(before, after)
+    monkeypatch.setattr(own_source, "modules_of", lambda package: texts)
+    with pytest.raises(UnsupportedError) as caught:
+        compat.check_names("cpu")
+    lines = [line for line in str(caught.value).splitlines() if missing in line]
+    assert len(lines) == 1
+    assert lines[0].endswith(
+        ", for all2all_manager: vLLM's all-to-all manager of the expert-parallel group, with a "
+        "worker's exchanges and heads"
+    )
 
 
-def _imported_names() -> set[tuple[str, str]]:
-    """Every (module, name) our adapter imports from vLLM, read off its source."""
-    found = set()
-    for path in Path(compat.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.level == 0:
-                found |= {(str(node.module), alias.name) for alias in node.names}
-    return {(module, name) for module, name in found if module.split(".")[0] == "vllm"}
+def test_names_are_looked_for_only_where_they_are_needed() -> None:
+    """A CPU build lacks modules for CUDA, and a feature that is off needs nothing."""
+    cpu = compat.touched("cpu", {""})
+    assert {one.device for one in cpu} == {"", "cpu"}
+    assert {one.needed_for for one in cpu} == {""}
+    assert not [one for one in cpu if "cuda" in one.why.partition(":")[0]]
+    everywhere = compat.touched()
+    assert {"", "cpu", "cuda"} == {one.device for one in everywhere}
+    features = {"", "adapters", "balancing", "drafts", "one draft", "scheduling"}
+    assert {one.needed_for for one in everywhere} == features
 
 
-def test_the_list_has_every_name_we_import() -> None:
-    listed = {(t.module, t.name.partition(".")[0]) for t in compat.TOUCHED}
-    assert _imported_names() - listed == set()
+def test_every_name_that_we_replace_has_a_reason() -> None:
+    assert patched_for_no_reason(compat.touched()) == []
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher, CombineI
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.config import ACTIVATION_DTYPES, local_expert_range
 from moe_nvlink_plugin.errors import ConfigError, ExchangeStateError, UnsupportedError
+from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.common.agreement import Geometry
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 from moe_nvlink_plugin.integration.common.options import AUTO
@@ -95,6 +96,7 @@ class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
 
     # What SGLang calls.
 
+    @overrides
     def set_quant_config(self, quant_config: dict[str, Any]) -> None:
         """Choose the format in which the layer's rows travel. Collective the first time.
 
@@ -118,6 +120,7 @@ class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
             )
         self._experts = experts
 
+    @overrides
     def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:
         """Send each token to the ranks of its experts; return what the runner takes. Collective.
 
@@ -145,6 +148,7 @@ class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
         self._round = Round(received, routing)
         return self._hand_out(self._round)
 
+    @overrides
     def combine(self, combine_input: Any) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]`: the sums over all ranks' experts. Collective.
 

@@ -15,14 +15,18 @@ import torch
 from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.v1.worker.gpu.eplb_utils import EPLBController
 
+from moe_nvlink_plugin.integration import overrides
+
 
 class HostEplbState(EplbState):
     """vLLM's balancer, with events and a stream of the host while it runs."""
 
+    @overrides
     def __init__(self, parallel_config: Any, device: torch.device) -> None:
         with _events_of_the_host():
             super().__init__(parallel_config, device)
 
+    @overrides
     def rearrange(
         self,
         is_profile: bool = False,

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from moe_nvlink_plugin import HeadConfig
 from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.common.options import MTP_LM_HEAD
 from moe_nvlink_plugin.integration.vllm import compat
 from moe_nvlink_plugin.integration.vllm.choices import options_of
@@ -67,6 +68,7 @@ class MoeNvlinkLogitsProcessor(LogitsProcessor):
 
     draft_head: DraftHead | None = None
 
+    @overrides
     def get_top_tokens(
         self,
         lm_head: Any,
@@ -98,6 +100,7 @@ class MoeNvlinkLogitsProcessor(LogitsProcessor):
         tokens = logits.argmax(dim=-1)
         return tokens
 
+    @overrides
     def _get_logits(
         self,
         hidden_states: torch.Tensor,

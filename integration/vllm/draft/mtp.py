@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.model_executor.models import ModelRegistry
 
 from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.common.options import MTP_LM_HEAD
 from moe_nvlink_plugin.integration.vllm.all2all_manager import manager_of_ep_group
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND
@@ -38,6 +39,7 @@ class MoeNvlinkDraft:
     _serves_idle = False
     _draft_head: DraftHead | None = None
 
+    @overrides
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         """Build the draft. Collective: all ranks build theirs at the same point of start-up."""
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]

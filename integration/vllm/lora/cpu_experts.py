@@ -22,6 +22,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 
 from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND
 
 #: What the gate half of the first product goes through before it multiplies the other half.
@@ -59,9 +60,11 @@ def take_adapters(quant_method: Any) -> None:
 class LoraRowsMixin(LoRAExpertsMixin):
     """Mixin for vLLM's CPU experts: computes products and adapters, on weights as loaded."""
 
+    @overrides
     def process_weights_after_loading(self, layer: Any) -> None:
         """Leave the weights as they are; vLLM's CPU experts would pack them. Local."""
 
+    @overrides
     def apply(
         self,
         output: torch.Tensor,

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moe_nvlink_plugin.integration import overrides
+
 from .adapters import AdapterNumbers
 
 #: Class that vLLM's platforms choose -> name of our subclass.
@@ -43,6 +45,7 @@ def extended(qualified: str) -> str:
 class KnowsNumbers(_Base):
     """Mixin for one of vLLM's wrappers: keeps the numbers of the step's adapters."""
 
+    @overrides
     def __init__(
         self,
         max_num_batched_tokens: int,
@@ -54,6 +57,7 @@ class KnowsNumbers(_Base):
         num_slots = kwargs["lora_config"].max_loras
         self.adapter_numbers = AdapterNumbers(max_num_batched_tokens, num_slots, device)
 
+    @overrides
     def update_metadata(
         self,
         mapping: Any,
@@ -70,6 +74,7 @@ class KnowsNumbers(_Base):
 class KeepsBaseRows(KnowsNumbers):
     """Mixin for the CPU's wrapper: rows of tokens without an adapter stay as they were."""
 
+    @overrides
     def add_lora_linear(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Add what adapters add to a linear layer's output. Local."""
         if not self.no_lora:
@@ -77,6 +82,7 @@ class KeepsBaseRows(KnowsNumbers):
             super().add_lora_linear(y, *args, **kwargs)
             _restore(y, before, self.token_lora_indices)
 
+    @overrides
     def add_lora_embedding(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Add what adapters add to embeddings. Local."""
         if not self.no_lora:
@@ -84,6 +90,7 @@ class KeepsBaseRows(KnowsNumbers):
             super().add_lora_embedding(y, *args, **kwargs)
             _restore(y, before, self.token_lora_indices)
 
+    @overrides
     def add_lora_logits(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Add what adapters add to logits. Local."""
         if not self.no_lora:
@@ -97,6 +104,7 @@ class NamesEverySlot(KnowsNumbers):
 
     token_mapping_meta: Any
 
+    @overrides
     def __init__(
         self,
         max_num_batched_tokens: int,
@@ -114,11 +122,13 @@ class NamesEverySlot(KnowsNumbers):
         self._every_slot.no_lora_flag_cpu.fill_(False)
         self._every_slot.num_active_loras_cpu.fill_(len(ids))
 
+    @overrides
     def moe_lora_align_block_size(self, *args: Any, **kwargs: Any) -> Any:
         """Sort the experts' rows by adapter, of every slot. Local; capturable."""
         with self._of_every_rank():
             return super().moe_lora_align_block_size(*args, **kwargs)
 
+    @overrides
     def add_lora_fused_moe(self, *args: Any, **kwargs: Any) -> None:
         """Add what adapters add to the experts' rows, of every slot. Local; capturable."""
         with self._of_every_rank():

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.utils import replace_parameter
 
 from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND
 
 logger = logging.getLogger(__name__)
@@ -63,10 +64,12 @@ class Fp8RowsMixin:
     quant_config: Any
 
     @property
+    @overrides
     def expects_unquantized_inputs(self) -> bool:
         """False, because quantised rows travel."""
         return False
 
+    @overrides
     def process_weights_after_loading(self, layer: Any) -> None:
         """Dequantise the weights; then process them as the float experts do. Local."""
         for name in ("w13", "w2"):
@@ -76,6 +79,7 @@ class Fp8RowsMixin:
             replace_parameter(layer, f"{name}_weight", restored.to(self.moe_config.in_dtype))
         super().process_weights_after_loading(layer)  # type: ignore[misc]
 
+    @overrides
     def apply(
         self, output: torch.Tensor, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> None:

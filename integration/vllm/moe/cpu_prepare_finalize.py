@@ -30,6 +30,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 
 from .prepare_finalize import (
@@ -75,6 +76,7 @@ class CpuPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
         self._is_idle = is_idle
         self._pairs: dict[int, Pairs] = {}  # by channel
 
+    @overrides
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
         """Raise UnsupportedError for experts that leave weighting or summing to finalize. Local."""
         super().post_init_setup(fused_experts)

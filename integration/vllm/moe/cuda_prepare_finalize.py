@@ -35,6 +35,7 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import InputError, UnsupportedError
+from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 
 from .features import BASE
@@ -79,6 +80,7 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
             )
         assert config.received_ids == "elsewhere", config.received_ids
 
+    @overrides
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
         """Raise UnsupportedError for experts whose output combine cannot take. Local."""
         super().post_init_setup(fused_experts)
@@ -112,6 +114,7 @@ class CudaPrepareAndFinalize(MoeNvlinkPrepareAndFinalize):
                 f"cannot fetch: {error}. Choose other experts with --moe-backend."
             ) from error
 
+    @overrides
     def allocate_fused_expert_output(
         self,
         shape: tuple[int, ...],

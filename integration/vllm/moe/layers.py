@@ -26,6 +26,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.vllm import compat
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, selected_here
 
@@ -85,6 +86,7 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
     #: Whether the load balancer has placed the experts otherwise than vLLM's loader does.
     have_moved = False
 
+    @overrides
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         ours = selected_here() and moe_config.moe_parallel_config.use_all2all_kernels
         if ours and hasattr(moe_config, "require_decomposed_backend"):
@@ -105,11 +107,13 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
             install_after_loading(quant_method, features)
         return quant_method
 
+    @overrides
     def _replace_quant_method(self, quant_method: Any) -> None:
         super()._replace_quant_method(quant_method)
         if self.on_replaced is not None:
             self.on_replaced()
 
+    @overrides
     def weight_loader(
         self,
         param: torch.nn.Parameter,
@@ -161,6 +165,7 @@ class MoeNvlinkMoERunner(MoERunner):
     #: Whether combine ends the layer.
     _ends_in_combine = False
 
+    @overrides
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if isinstance(self.routed_experts, MoeNvlinkRoutedExperts):
@@ -190,6 +195,7 @@ class MoeNvlinkMoERunner(MoERunner):
             )
             _tell(self.routed_scaling_factor, added)
 
+    @overrides
     def _select_forward(self) -> Any:
         """Return the custom op, also on CPU, where vLLM would let Dynamo trace the exchange."""
         if self._ends_in_combine:
@@ -197,6 +203,7 @@ class MoeNvlinkMoERunner(MoERunner):
         ops = torch.ops.vllm
         return ops.moe_forward if self._shared_experts is None else ops.moe_forward_shared
 
+    @overrides
     def _apply_quant_method(
         self,
         hidden_states: torch.Tensor,
@@ -247,12 +254,14 @@ class MoeNvlinkMoERunner(MoERunner):
                 shared._output[shared._output_idx] = None
             raise
 
+    @overrides
     def _maybe_combine(self, shared_output: torch.Tensor | None, hidden_states: Any) -> Any:
         """Return what the op returns: one tensor if combine ended the layer. Local."""
         if self._ends_in_combine:
             return hidden_states
         return super()._maybe_combine(shared_output, hidden_states)
 
+    @overrides
     def _maybe_apply_routed_scale_to_output(
         self, shared_output: torch.Tensor | None, fused_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Proposal
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
@@ -88,6 +89,7 @@ class MoeNvlinkFusedMoEMethod(FusedMoEModularMethod):
         scale: float | None = kernel.prepare_finalize.dispatch_format.static_scale(taken)
         return scale
 
+    @overrides
     def process_weights_after_loading(self, layer: Any) -> None:
         """Process reloaded weights as the replaced method does, and compute with them.
 

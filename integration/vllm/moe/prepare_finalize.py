@@ -33,6 +33,7 @@ from vllm.v1.worker.ubatching import (
 from moe_nvlink_plugin import Dispatched, DispatchMetadata, InFlight, MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.errors import ExchangeStateError, UnsupportedError
+from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 from moe_nvlink_plugin.integration.common.pool import bound_of_step
 
@@ -164,26 +165,32 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
     # What vLLM asks a prepare/finalize.
 
     @property
+    @overrides
     def activation_format(self) -> mk.FusedMoEActivationFormat:
         """Standard: rows of tokens, not rows per expert."""
         return mk.FusedMoEActivationFormat.Standard
 
+    @overrides
     def topk_indices_dtype(self) -> torch.dtype | None:
         """Return int32, which both the exchange and the experts read."""
         return torch.int32
 
+    @overrides
     def max_num_tokens_per_rank(self) -> int | None:
         """Return None: the value matters for the batched activation format only."""
         return None
 
+    @overrides
     def num_dispatchers(self) -> int:
         """Return the number of ranks that put rows into the receive buffer."""
         return int(self._exchange.config.ep_size)
 
+    @overrides
     def output_is_reduced(self) -> bool:
         """Return True: after finalize every token's row is complete on its own rank."""
         return True
 
+    @overrides
     def supports_async(self) -> bool:
         """Return whether vLLM shall call prepare_async and finalize_async. vLLM asks every time.
 
@@ -193,6 +200,7 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         """
         return self.overlaps_shared_experts or dbo_enabled()
 
+    @overrides
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
         """Raise UnsupportedError for experts whose output combine does not reduce. Local."""
         config = self._exchange.config
@@ -227,6 +235,7 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
 
     # The two verbs.
 
+    @overrides
     def prepare(
         self,
         a1: torch.Tensor,
@@ -267,6 +276,7 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         dispatch = self._exchange.dispatch
         return self._arrived(self._send(dispatch, a1, topk_weights, topk_ids, experts), experts)
 
+    @overrides
     def prepare_async(
         self,
         a1: torch.Tensor,
@@ -354,6 +364,7 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         rows, scales = self._format.receive(arrived.rows, arrived.scales, arrived.weights, experts)
         return rows, scales, None, arrived.ids, arrived.weights
 
+    @overrides
     def finalize(
         self,
         output: torch.Tensor,
@@ -399,6 +410,7 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
             scale=epilogue.scale,
         )
 
+    @overrides
     def finalize_async(
         self,
         output: torch.Tensor,

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
+from moe_nvlink_plugin.integration import overrides
+
 from .communicator import attach
 
 
@@ -16,6 +18,7 @@ class MoeNvlinkCudaCommunicator(CudaCommunicator):
     vLLM's destroy also destroys the manager.
     """
 
+    @overrides
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # The worker has chosen its GPU before it builds any group.

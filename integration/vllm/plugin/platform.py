@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import moe_nvlink_plugin
+from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.vllm import backend, logs
 
 from . import flag
@@ -60,6 +61,7 @@ class MoeNvlinkPlatform(_Base):
     _communicator = ""
 
     @classmethod
+    @overrides
     def pre_register_and_update(cls, parser: Any = None) -> None:
         """Add our choice to vLLM's command line. Local."""
         super().pre_register_and_update(parser)
@@ -67,6 +69,7 @@ class MoeNvlinkPlatform(_Base):
             flag.add_choice(parser)
 
     @classmethod
+    @overrides
     def check_and_update_config(cls, vllm_config: Any) -> None:
         """Check the configuration, let vLLM's platform adjust it, then choose our worker. Local.
 
@@ -109,6 +112,7 @@ class MoeNvlinkPlatform(_Base):
             _refuse_options_of_our_scheduler(vllm_config)
 
     @classmethod
+    @overrides
     def get_device_communicator_cls(cls) -> str:
         """Return our communicator if a worker's configuration asks for us, else vLLM's. Local."""
         if backend.selected_here():
@@ -116,6 +120,7 @@ class MoeNvlinkPlatform(_Base):
         return str(super().get_device_communicator_cls())
 
     @classmethod
+    @overrides
     def get_punica_wrapper(cls) -> str:
         """Return what computes adapters (LoRA): ours if the flag was given, else vLLM's. Local."""
         chosen = str(super().get_punica_wrapper())

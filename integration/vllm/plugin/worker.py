@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.vllm.backend import OurManager
 from moe_nvlink_plugin.integration.vllm.lora import loading
 
@@ -34,6 +35,7 @@ else:
 class TellsOurExchange(_Base):
     """Mixin for one of vLLM's workers, which does everything else."""
 
+    @overrides
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model as vLLM does; then follow its load balancer, if there is one."""
         super().load_model(load_dummy_weights=load_dummy_weights)
@@ -43,6 +45,7 @@ class TellsOurExchange(_Base):
 
             eplb.begin(self, manager)
 
+    @overrides
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as vLLM does; then end start-up, and refuse adapters that we cannot serve."""
         times = super().compile_or_warm_up_model()
@@ -51,6 +54,7 @@ class TellsOurExchange(_Base):
             manager.end_startup()
         return times
 
+    @overrides
     def execute_dummy_batch(self) -> None:
         """Run the model as vLLM does for a rank without requests."""
         manager = _manager()
@@ -58,6 +62,7 @@ class TellsOurExchange(_Base):
         with idling, loading.keeping(self.model_runner):
             super().execute_dummy_batch()
 
+    @overrides
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Wake up as vLLM does; then write what sleep has lost."""
         super().wake_up(tags)

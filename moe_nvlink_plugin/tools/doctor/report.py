@@ -7,10 +7,10 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from moe_nvlink_plugin import env
+from moe_nvlink_plugin import frameworks
 
 from .gpu import GpuDevice, Trial
-from .inquiry import Facts, Found
+from .inquiry import Facts, Found, as_values
 from .sockets import Sockets
 from .verdict import Verdict, device_reasons, numbered
 
@@ -33,7 +33,7 @@ def as_text(ranks: Sequence[Facts], verdicts: Sequence[Verdict]) -> str:
 def as_json(ranks: Sequence[Facts], verdicts: Sequence[Verdict]) -> str:
     """Return the report as JSON: {"ranks": [facts], "verdicts": [{who, works, reasons, notes}]}."""
     answer = {
-        "ranks": [dataclasses.asdict(found) for found in ranks],
+        "ranks": [as_values(found) for found in ranks],
         "verdicts": [{**dataclasses.asdict(v), "works": v.works} for v in verdicts],
     }
     return json.dumps(answer, indent=2)
@@ -60,12 +60,14 @@ def _software(found: Facts) -> list[str]:
         f"{_PLAIN}{entry.group}: {entry.name} of {entry.distribution}"
         for entry in software.entry_points
     ]
-    if sum(entry.group == "vllm.platform_plugins" for entry in software.entry_points) > 1:
-        lines.append(f"{_PLAIN}vLLM takes one platform plugin: VLLM_PLUGINS chooses which")
-    if software.sglang is not None:
-        lines.append(_line("SGLang", software.sglang))
-    if software.flashinfer is not None:
-        lines.append(_line("FlashInfer", software.flashinfer))
+    declared = Counter(entry.group for entry in software.entry_points)
+    lines += [
+        f"{_PLAIN}{which}"
+        for framework in frameworks.installed()
+        for group, which in framework.one_of.items()
+        if declared[group] > 1
+    ]
+    lines += [_line(name, answer) for name, answer in software.frameworks.items()]
     if software.numpy_error:
         lines.append(f"{_NO}{software.numpy_error}")
     if software.plugin_error:
@@ -107,7 +109,9 @@ def _on_nodes(found: Sockets) -> str:
     told = f", on NUMA {numbered('node', found.nodes)} of {found.num_nodes}"
     if len(found.nodes) == 1:
         return told
-    return f"{told}; bind each rank to one node (vLLM does; else numactl --cpunodebind --membind)"
+    who = frameworks.named(frameworks.BINDS_RANKS)
+    other = f"{who} does; else " if who else ""
+    return f"{told}; bind each rank to one node ({other}numactl --cpunodebind --membind)"
 
 
 def _driver(found: Facts) -> list[str]:
@@ -203,7 +207,7 @@ def _kernels(found: Facts) -> list[str]:
 
 def _environment(found: Facts) -> list[str]:
     lines = [f"{_NO}{text}" for text in found.bad_variables]
-    for name, (default, meaning) in env.VARIABLES.items():
+    for name, (default, meaning) in frameworks.variables().items():
         value = found.variables.get(name)
         said = f"unset (default: {default})" if value is None else f"= {value}"
         lines.append(f"{_PLAIN}{name} {said}: {meaning}")

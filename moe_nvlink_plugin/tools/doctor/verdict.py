@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from moe_nvlink_plugin import driver
+from moe_nvlink_plugin import driver, frameworks
 
 from .gpu import GpuDevice, Peer, Trial
 from .inquiry import Facts, Software
@@ -20,10 +20,11 @@ from .inquiry import Facts, Software
 OLDEST_CUDA = (13, 0)
 #: Error of cuInit on a machine with NVSwitch until the fabric manager runs.
 _NOT_READY = "CUDA_ERROR_SYSTEM_NOT_READY"
-_ELSEWHERE = (
-    "use another all-to-all backend (vLLM: --all2all-backend allgather_reducescatter, SGLang: "
-    "--moe-a2a-backend none)"
-)
+
+
+def _elsewhere() -> str:
+    other = frameworks.advice(frameworks.ANOTHER_BACKEND)
+    return f"use another all-to-all backend{other}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,18 +229,18 @@ def device_reasons(device: GpuDevice) -> list[str]:
         known = ", ".join(f"{major}.{minor}" for major, minor in driver.ARCHITECTURES)
         reasons.append(
             f"{device.name} has compute capability {device.capability}, the kernels are built for "
-            f"{known}; {_ELSEWHERE}"
+            f"{known}; {_elsewhere()}"
         )
     if device.is_mig:
         reasons.append(
             f"{device.name} is a MIG slice, which NVLink does not reach; turn MIG off (nvidia-smi "
-            f"-mig 0) or {_ELSEWHERE}"
+            f"-mig 0) or {_elsewhere()}"
         )
     if not device.virtual_memory:
-        reasons.append(f"no virtual memory management, as under some vGPU; {_ELSEWHERE}")
+        reasons.append(f"no virtual memory management, as under some vGPU; {_elsewhere()}")
     elif device.tried and not _preferred(device).works:
         cause = _preferred(device).error or "the driver offers no handle that could be shared"
-        reasons.append(f"its memory cannot be shared ({cause}); {_ELSEWHERE}")
+        reasons.append(f"its memory cannot be shared ({cause}); {_elsewhere()}")
     return reasons
 
 
@@ -266,7 +267,7 @@ def _no_nvlink(between: str) -> str:
     return (
         f"no NVLink between {between}: other GPUs than these are linked, or a container, a virtual "
         "machine or the IOMMU keeps them apart (nvidia-smi topo -p2p n); keep the ranks on GPUs of "
-        f"one NVLink domain (CUDA_VISIBLE_DEVICES) or {_ELSEWHERE}"
+        f"one NVLink domain (CUDA_VISIBLE_DEVICES) or {_elsewhere()}"
     )
 
 
@@ -406,7 +407,7 @@ def _across_hosts(ranks: Sequence[Facts]) -> list[str]:
         where = "ranks in several network namespaces (docker: --network host gives them one)"
     needed = (
         f"{where} need one NVLink domain with IMEX running on all of its hosts; start the ranks on "
-        f"one host or {_ELSEWHERE}"
+        f"one host or {_elsewhere()}"
     )
     told: dict[str, list[int]] = {}
     domains: dict[tuple[str, int], list[int]] = {}

@@ -1,0 +1,101 @@
+"""What adapters tell the tools and messages of the package, and what is told without any."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moe_nvlink_plugin import env, frameworks
+from moe_nvlink_plugin.frameworks import Framework
+from moe_nvlink_plugin.tools import cli
+from moe_nvlink_plugin.tools.doctor import inquiry, report
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Framework]:
+    """The frameworks of adapters, for a test to change."""
+    found: list[Framework] = []
+    monkeypatch.setattr(frameworks, "installed", lambda: tuple(found))
+    return found
+
+
+def test_ours_come_in_the_order_of_reports() -> None:
+    assert [one.name for one in frameworks.installed()][:3] == ["vLLM", "SGLang", "FlashInfer"]
+
+
+def test_the_command_asks_no_framework_and_no_torch() -> None:
+    code = (
+        "import sys; from moe_nvlink_plugin import frameworks; frameworks.variables();"
+        "print(*{'vllm', 'sglang', 'flashinfer', 'torch'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.stdout.strip(), done.stderr.strip()) == ("", "")
+
+
+def test_advice_names_whose_it_is(told: list[Framework]) -> None:
+    assert frameworks.advice("flag") == frameworks.named("flag") == ""
+    told += [
+        Framework("One", advice={"flag": "--one"}),
+        Framework("Two"),
+        Framework("Three", advice={"flag": "--three"}),
+    ]
+    assert frameworks.advice("flag") == " (One: --one, Three: --three)"
+    assert frameworks.named("flag") == "One and Three"
+
+
+def test_variables_say_who_reads_them(told: list[Framework]) -> None:
+    assert frameworks.variables() == env.VARIABLES
+    told += [
+        Framework("One", variables={"MOE_NVLINK_PDL": "", "MOE_NVLINK_CXX": "One takes clang++"}),
+        Framework("Two", variables={"MOE_NVLINK_PDL": ""}),
+    ]
+    table = frameworks.variables()
+    assert table["MOE_NVLINK_PDL"] == ("1", f"One, Two: {env.VARIABLES['MOE_NVLINK_PDL'][1]}")
+    meaning = env.VARIABLES["MOE_NVLINK_CXX"][1]
+    assert table["MOE_NVLINK_CXX"] == ("g++", f"{meaning}; One takes clang++")
+
+
+def test_ours_speak_of_variables_that_exist() -> None:
+    for one in frameworks.installed():
+        assert set(one.variables) <= set(env.VARIABLES)
+
+
+def test_an_adapter_of_others_is_in_the_report(told: list[Framework]) -> None:
+    """Its distribution, its entry points, its rule for them, and what it finds."""
+    told.append(
+        Framework(
+            "Other",
+            distributions=("pytest", "no-such-distribution"),
+            entry_point_groups=("pytest11",),
+            one_of={"pytest11": "Other takes one plugin: OTHER chooses"},
+            look=lambda versions: frameworks.Finding(f"pytest {versions['pytest']} will do"),
+        )
+    )
+    software = inquiry._software()
+    assert set(software.distributions) >= {"torch", "pytest"}
+    assert "no-such-distribution" not in software.distributions
+    found: Any = SimpleNamespace(host="alpha", software=software)
+    text = "\n".join(report._software(found))
+    assert "pytest11: " in text
+    assert "Other takes one plugin: OTHER chooses" in text
+    assert f"Other: pytest {pytest.__version__} will do" in text
+    assert "SGLang" not in text
+
+
+def test_top_says_whose_servers_it_reads(
+    told: list[Framework], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown() -> str:
+        with pytest.raises(SystemExit):
+            cli.main(["top", "--help"])
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "from the metrics of one or several servers, and again" in shown()
+    told.append(Framework("Other", advice={frameworks.METRICS: ""}))
+    assert "from the metrics of one or several Other servers, and again" in shown()
