@@ -135,7 +135,6 @@ TABLES: dict[str, Table | Pair] = {
     "recipes-gpu": Table("*-GPU-recipes.json", tables.recipes_gpu),
     "ptx-clock": Table("*-ptx-clock.json", partial(tables.ptx_clock, machine="gb200", ep_size=8)),
     "sync": Table("*-sync.json", tables.sync),
-    "lm-head": Table("*-cpu-lm-head*.json", tables.lm_head),
     "lm-head-gpu": Table("*-GPU-lm-head.json", tables.lm_head),
     "launch": Table("*-launch-stand-in.json", tables.launch),
     "launch-gpu": Table("*-GPU-launch.json", tables.launch),

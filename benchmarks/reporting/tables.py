@@ -305,35 +305,28 @@ def _estimates(result: Result) -> Iterator[list[str]]:
 
 
 def lm_head(result: Result) -> str:
-    """Render the work of the whole head on every rank over that of the split head."""
+    """Render the time of a step with the whole head on every rank over that with a split head."""
     groups, options = result.data["groups"], result.options
-    on_cpu = "work_ratio" in groups[0]["rows"][0]
-    field, what = ("work_ratio", "Work on all cores") if on_cpu else ("ratio", "Time of a step")
     columns = ["rows a rank", *(str(row["rows"]) for row in groups[0]["rows"])]
-    fields = {"": field} if on_cpu else {"": field, ", expected": "expected_ratio"}
+    fields = {"": "ratio", ", expected": "expected_ratio"}
     body = [
         [f"groups of {group['tp_size']}{kind}", *(f"{row[name]:.2f}" for row in group["rows"])]
         for group in groups
         for kind, name in fields.items()
     ]
     method = (
-        f"{what}, replicated over split; vocabulary {options['vocab']}, "
+        f"Time of a step, replicated over split; vocabulary {options['vocab']}, "
         f"hidden size {options['hidden']}, {options['dtype']}"
     )
-    noted = f"Noted when it was recorded: {result.data['note']}" if "note" in result.data else ""
-    said = [
-        _crossover(group) + ("" if on_cpu else f"; expected up to {group['expected_up_to']}")
-        for group in groups
-    ]
-    return shown(result, method, table(columns, body), notes(said), noted)
+    return shown(result, method, table(columns, body), notes(map(_crossover, groups)))
 
 
 def _crossover(group: Row) -> str:
-    ends = group.get("by_work", group)
-    most, least = ends["faster_up_to"], ends["slower_from"]
+    most, least = group["faster_up_to"], group["slower_from"]
     less = f"less up to {most} rows a rank" if most else "less nowhere"
     more = f"is not at {least}" if least else "nowhere more"
-    return f"groups of {group['tp_size']}: split, it is {less}, and {more}"
+    expected = f"expected up to {group['expected_up_to']}"
+    return f"groups of {group['tp_size']}: split, it is {less}, and {more}; {expected}"
 
 
 def launch(result: Result) -> str:

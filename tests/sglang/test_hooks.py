@@ -48,12 +48,12 @@ def test_sglang_asks_us_for_dispatchers_of_our_backend_alone(
     from sglang.srt.layers.moe.utils import initialize_moe_config
     from sglang.srt.runtime_context import get_flags
 
-    from moe_nvlink_plugin.integration.sglang.moe import dispatcher
+    from moe_nvlink_plugin.integration.sglang.moe import forms
 
     def create(moe_runner_config: str, quant_method: str) -> tuple[str, ...]:
         return "ours", moe_runner_config, quant_method
 
-    monkeypatch.setattr(dispatcher, "create", create)
+    monkeypatch.setattr(forms, "create", create)
     monkeypatch.setattr(layer, "StandardDispatcher", lambda *given: ("SGLang's", *given))
     initialize_moe_config()
     assert layer.create_moe_dispatcher("config", "method") == ("ours", "config", "method")

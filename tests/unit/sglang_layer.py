@@ -22,12 +22,12 @@ with sglang_stand_in.importable():
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
-    from moe_nvlink_plugin.integration.sglang.moe import base, forms, standard, step
+    from moe_nvlink_plugin.integration.sglang.moe import base, cuda, forms
     from moe_nvlink_plugin.integration.sglang.moe.base import MoeNvlinkDispatcher
     from moe_nvlink_plugin.integration.sglang.moe.cpu import CpuDispatcher
+    from moe_nvlink_plugin.integration.sglang.moe.cuda import StandardFormDispatcher
     from moe_nvlink_plugin.integration.sglang.moe.routing import routing_of
     from moe_nvlink_plugin.integration.sglang.moe.runners import CPU, Runner, runner_of
-    from moe_nvlink_plugin.integration.sglang.moe.standard import StandardFormDispatcher
 
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY = 8, 3, 128, 6
 #: A token goes to three experts; two ranks and four hold equally many of the eight.
@@ -159,7 +159,6 @@ __all__ = [
     "StandardFormDispatcher",
     "StandardTopKOutput",
     "base",
+    "cuda",
     "routing_of",
-    "standard",
-    "step",
 ]

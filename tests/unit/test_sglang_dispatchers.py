@@ -29,6 +29,7 @@ from tests.unit.sglang_layer import (
     StandardFormDispatcher,
     StandardTopKOutput,
     base,
+    cuda,
     dense,
     dispatcher_of,
     experts_of,
@@ -38,8 +39,6 @@ from tests.unit.sglang_layer import (
     routing_of,
     run_experts,
     runner_config,
-    standard,
-    step,
     work_of,
 )
 
@@ -321,7 +320,7 @@ def test_a_step_has_slots_for_the_largest_batch(
     (group,) = ThreadGroup.ranks(1)
     pool = pool_of(group)
     subject = dispatcher_of(pool, "triton", capacity=42)
-    monkeypatch.setattr(step, "most_tokens_of_a_rank", lambda: most)
+    monkeypatch.setattr(base, "most_tokens_of_a_rank", lambda: most)
     hidden, ids, weights = work_of(1, 1)
     topk = StandardTopKOutput(weights, ids, None)
     dispatched = subject.dispatch(hidden_states=hidden, topk_output=topk)
@@ -333,9 +332,9 @@ def test_a_step_has_slots_for_the_largest_batch(
 def test_rounds_of_several_bounds_are_the_dense_layer(
     monkeypatch: pytest.MonkeyPatch, counts: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(step, "get_forward", lambda: SimpleNamespace(sp_active=False))
-    monkeypatch.setattr(step, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
-    monkeypatch.setattr(step, "get_dp_global_num_tokens", lambda: list(counts))
+    monkeypatch.setattr(base, "get_forward", lambda: SimpleNamespace(sp_active=False))
+    monkeypatch.setattr(base, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
+    monkeypatch.setattr(base, "get_dp_global_num_tokens", lambda: list(counts))
 
     def body(group: Any) -> float:
         pool = pool_of(group)
@@ -362,10 +361,10 @@ def test_rounds_of_several_bounds_are_the_dense_layer(
 def test_the_most_tokens_of_a_rank(
     monkeypatch: pytest.MonkeyPatch, batches: Any, ranks: int, sp_active: bool, most: int | None
 ) -> None:
-    monkeypatch.setattr(step, "get_forward", lambda: SimpleNamespace(sp_active=sp_active))
-    monkeypatch.setattr(step, "get_parallel", lambda: SimpleNamespace(attn_tp_size=ranks))
-    monkeypatch.setattr(step, "get_dp_global_num_tokens", lambda: batches)
-    assert step.most_tokens_of_a_rank() == most
+    monkeypatch.setattr(base, "get_forward", lambda: SimpleNamespace(sp_active=sp_active))
+    monkeypatch.setattr(base, "get_parallel", lambda: SimpleNamespace(attn_tp_size=ranks))
+    monkeypatch.setattr(base, "get_dp_global_num_tokens", lambda: batches)
+    assert base.most_tokens_of_a_rank() == most
 
 
 # CUDA graphs: the host learns nothing of the data.
@@ -393,7 +392,7 @@ def test_only_cpu_ranks_read_what_arrived(
 ) -> None:
     """What the adapter does around the exchange's two operators may be captured."""
     if runner == "triton_kernel":
-        monkeypatch.setattr(standard, "triton_kernel_output", lambda routes, top_k: routes)
+        monkeypatch.setattr(cuda, "triton_kernel_output", lambda routes, top_k: routes)
 
     def body(pool: ExchangePool) -> None:
         subject = dispatcher_of(pool, runner)

@@ -33,11 +33,11 @@ from tests.unit.sglang_layer import (
     CAPACITY,
     TOP_K,
     StandardTopKOutput,
+    base,
     dense,
     dispatcher_of,
     experts_of,
     pool_of,
-    step,
     work_of,
 )
 
@@ -86,7 +86,7 @@ def _case_body(group: Any, case: Case) -> dict[str, Any]:
         hidden, ids, weights = work_of(_count(number, group.rank), 100 * number + group.rank)
         # SGLang's number for this step: bounds alternate.
         most = 2 * CAPACITY if number % 2 else max(_count(number, rank) for rank in range(2))
-        step.most_tokens_of_a_rank = lambda most=most: most  # type: ignore[misc]
+        base.most_tokens_of_a_rank = lambda most=most: most  # type: ignore[misc]
         topk = StandardTopKOutput(weights, ids, None)
         output = subject.dispatch(hidden_states=hidden, topk_output=topk)
         bounds.add(output.hidden_states.shape[0] // 2)

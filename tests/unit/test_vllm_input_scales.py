@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from moe_nvlink_plugin.integration.vllm.moe import input_scales
-from moe_nvlink_plugin.integration.vllm.moe.method import INPUT_SCALES
+from moe_nvlink_plugin.integration.vllm.moe.method import share_scales
 from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.timeout(120)
@@ -29,11 +28,11 @@ def layer_of(rank: int) -> Any:
 
 def rank_main(rank: int, ep_size: int) -> None:
     layer = layer_of(rank)
-    input_scales.share(layer, INPUT_SCALES, lambda: dist.group.WORLD)
+    share_scales(layer, lambda: dist.group.WORLD)
     assert layer.w13_input_scale.tolist() == [1.0, 1.0]  # the largest divisor
     assert layer.w13_input_global_scale.tolist() == [[3.0, 3.0]]  # the smallest factor
     assert layer.w2_input_scale.tolist() == [1.0 + rank]  # of what never leaves its rank
-    input_scales.share(SimpleNamespace(w13_input_scale=None), INPUT_SCALES, pytest.fail)
+    share_scales(SimpleNamespace(w13_input_scale=None), pytest.fail)
 
 
 def test_two_ranks(tmp_path: Path) -> None:

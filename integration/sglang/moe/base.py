@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
 from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher, CombineInputFormat
+from sglang.srt.runtime_context import get_forward, get_parallel
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.config import ACTIVATION_DTYPES, local_expert_range
@@ -23,7 +25,6 @@ from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 from moe_nvlink_plugin.integration.common.options import AUTO
 from moe_nvlink_plugin.integration.common.pool import ExchangePool, bound_of_step
 
-from . import step
 from .experts_input import SglangExpertsInput, natural_recipe, wanted_recipe
 from .routing import Routing, routing_of
 from .runners import Runner
@@ -189,7 +190,7 @@ class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
     def _bound_of_this_step(self) -> int:
         """Return max_tokens of this step, equal on all ranks. Local."""
         capacity = self._exchange.config.max_tokens_per_rank
-        return bound_of_step(step.most_tokens_of_a_rank(), capacity)
+        return bound_of_step(most_tokens_of_a_rank(), capacity)
 
     def _combine_input(self, current: Round) -> torch.Tensor:
         """Return the combine region in the slots of a round. Local."""
@@ -220,6 +221,21 @@ class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
         recipe = None if chosen.recipe is None else chosen.recipe.name
         self._exchange = self._pool.exchange(self._geometry._replace(recipe=recipe))
         self._experts, self._format = experts, chosen
+
+
+def most_tokens_of_a_rank() -> int | None:
+    """Return the most tokens of any rank in this step, equal on all ranks; None if unknown. Local.
+
+    It reads only integers of the host, so a captured graph keeps the size it was captured for.
+    SGLang agrees on the batch of each data-parallel rank before the forward; the ranks of its
+    attention group then share these rows out. If prefill is sequence parallel, SGLang shares rows
+    out in another way, and the result is None.
+    """
+    batches: list[int] | None = get_dp_global_num_tokens()
+    if not batches or get_forward().sp_active:
+        return None
+    ranks: int = get_parallel().attn_tp_size
+    return -(-max(batches) // ranks)
 
 
 def _geometry(config: Any, capacity: int) -> Geometry:

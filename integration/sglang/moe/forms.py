@@ -1,4 +1,4 @@
-"""Which dispatcher serves a layer: by device and runner."""
+"""Which dispatcher SGLang gets for a layer: by device and runner."""
 
 from __future__ import annotations
 
@@ -11,9 +11,27 @@ from moe_nvlink_plugin.integration.common.pool import ExchangePool
 
 from .base import MoeNvlinkDispatcher
 from .cpu import CpuDispatcher
-from .flashinfer import FlashinferFormDispatcher
+from .cuda import FlashinferFormDispatcher, StandardFormDispatcher
 from .runners import CPU, Runner, runner_of
-from .standard import StandardFormDispatcher
+
+
+def create(moe_runner_config: Any, quant_method: Any) -> MoeNvlinkDispatcher:
+    """Return the dispatcher of one MoE layer, for SGLang's create_moe_dispatcher. Collective.
+
+    SGLang calls it while it builds a model, in the namespace (target or draft) of that model, whose
+    pool the dispatcher keeps.
+
+    Args:
+        moe_runner_config: as SGLang passes it.
+        quant_method: as SGLang passes it.
+
+    Raises:
+        UnsupportedError: a hook took no effect; or as `of_pool`.
+    """
+    from moe_nvlink_plugin.integration.sglang import effect, worker
+
+    effect.assert_hooks()
+    return of_pool(moe_runner_config, quant_method, worker.pool(), worker.capacity())
 
 
 def of_pool(

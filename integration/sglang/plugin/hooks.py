@@ -94,7 +94,7 @@ def put_in_place() -> None:
 
 
 def create_dispatcher(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return our dispatcher for layers that we serve. Collective; raises as `dispatcher.create`.
+    """Return our dispatcher for layers that we serve. Collective; raises as `forms.create`.
 
     It surrounds SGLang's ``create_moe_dispatcher``.
     """
@@ -102,9 +102,9 @@ def create_dispatcher(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
     if not get_moe_a2a_backend().is_customized():
         return original(*args, **kwargs)
-    from moe_nvlink_plugin.integration.sglang.moe import dispatcher
+    from moe_nvlink_plugin.integration.sglang.moe import forms
 
-    return dispatcher.create(*args, **kwargs)
+    return forms.create(*args, **kwargs)
 
 
 def is_flashinfer(original: Callable[[Any], bool], member: Any) -> bool:

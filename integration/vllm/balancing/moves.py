@@ -1,6 +1,6 @@
 """What our layers do after vLLM's load balancer has moved experts to other ranks.
 
-A static activation scale is the largest of all experts on all ranks (`moe.input_scales`). A move
+A static activation scale is the largest of all experts on all ranks (`moe.method`). A move
 permutes experts, so that scale stays. If a format kept one scale for each expert among the weights
 that move, and the scales differed, ranks would quantise by different scales after a move. Therefore
 the ranks agree on the scales again after each move, as they did when they loaded the weights.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.vllm.all2all_manager import manager_of_ep_group
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND
 
-from . import input_scales
 from .cpu_prepare_finalize import CpuPrepareAndFinalize
 from .cuda_prepare_finalize import CudaPrepareAndFinalize
 from .experts_input import VllmExpertsInput
@@ -38,10 +37,12 @@ from .prepare_finalize import MoeNvlinkPrepareAndFinalize
 
 logger = logging.getLogger(__name__)
 
-#: Parameters of vLLM's quant methods that hold static scales of the experts' input.
+#: Parameters of vLLM's quant methods that hold static scales of the experts' input -> how to find
+#: the scale that serves every expert: the largest if activations are divided by it, the smallest if
+#: they are multiplied.
 INPUT_SCALES = {
-    "w13_input_scale": input_scales.DIVIDES,
-    "w13_input_global_scale": input_scales.MULTIPLIES,
+    "w13_input_scale": torch.distributed.ReduceOp.MAX,
+    "w13_input_global_scale": torch.distributed.ReduceOp.MIN,
 }
 #: Parameters that vLLM's FusedMoEModularMethod passes to the experts.
 WEIGHTS = ("w13_weight", "w2_weight")
@@ -176,9 +177,33 @@ def install(quant_method: Any, layer: Any, features: Sequence[Feature] = ()) -> 
     logger.debug("moe_nvlink serves %s: %s, %s", layer.layer_name, geometry, chosen)
 
 
+def share_scales(layer: Any, cpu_group: Callable[[], Any]) -> None:
+    """Make a layer's static input scales equal on the group's ranks. Collective if it has any.
+
+    A checkpoint has one scale for each expert's input, and vLLM quantises a layer's activations by
+    the largest scale of a rank's experts. With dispatch, the rank of a token quantises it once for
+    experts of any rank, so the scale must be equal on all ranks. vLLM computes the same on one rank
+    that has all experts.
+
+    Args:
+        layer: a layer whose weights vLLM has not processed yet.
+        cpu_group: returns the gloo group of the expert-parallel ranks; called only if the layer has
+            such a scale.
+    """
+    for name, operation in INPUT_SCALES.items():
+        scale = getattr(layer, name, None)
+        if not isinstance(scale, torch.Tensor) or scale.numel() == 0:
+            continue
+        largest = operation is torch.distributed.ReduceOp.MAX
+        mine = scale.detach().float().max() if largest else scale.detach().float().min()
+        value = mine.reshape(1).cpu()
+        torch.distributed.all_reduce(value, op=operation, group=cpu_group())
+        with torch.no_grad():
+            scale.fill_(value.item())
+
+
 def _share_scales(layer: Any) -> None:
-    """Make static input scales equal on all ranks. Collective if the layer has any."""
-    input_scales.share(layer, INPUT_SCALES, lambda: get_ep_group().cpu_group)
+    share_scales(layer, lambda: get_ep_group().cpu_group)
 
 
 def _process(quant_method: Any, layer: Any) -> None:

@@ -1,24 +1,29 @@
-"""The standard form on CUDA ranks: every slot of the receive buffer, with local ids.
+"""Two forms on CUDA ranks: every slot of the receive buffer, with local or with global ids.
 
-The runner reads the receive buffer where the peers wrote it. A choice of another rank, and every
-choice of an empty slot, becomes -1 with weight 0, which SGLang's runners leave out. The host learns
-nothing of the data, and no call waits for the device: all of it may be captured.
+The runner reads the receive buffer where the peers wrote it. The host learns nothing of the data,
+and no call waits for the device: all of it may be captured.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.layers.moe.token_dispatcher import FlashinferDispatchOutput
 from sglang.srt.layers.moe.token_dispatcher.base import CombineInputFormat
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 
 from .base import Arrived, MoeNvlinkDispatcher, Round
 from .routing import sorted_routes, triton_kernel_output
+from .runners import AFTER_LAST
 
 
 class StandardFormDispatcher(MoeNvlinkDispatcher):
-    """For the runners triton and triton_kernel, and for deep_gemm if rows are no BF16."""
+    """Local ids: for triton, triton_kernel, and deep_gemm if rows are no BF16.
+
+    A choice of another rank, and every choice of an empty slot, becomes -1 with weight 0, which
+    SGLang's runners leave out.
+    """
 
     combine_format = CombineInputFormat.STANDARD
 
@@ -51,3 +56,34 @@ class StandardFormDispatcher(MoeNvlinkDispatcher):
             routes = sorted_routes(arrived.ids, arrived.weights, self._end - self._first)
             return triton_kernel_output(routes, arrived.ids.shape[1])
         return StandardTopKOutput(arrived.weights, arrived.ids, current.routing.logits)
+
+
+class FlashinferFormDispatcher(MoeNvlinkDispatcher):
+    """Global ids, as in SGLang's ``FlashinferDispatcher``: for FlashInfer, and deep_gemm in BF16.
+
+    Rows are rank-major, with the ids that the tokens have on their own rank. A choice of no expert
+    and every choice of an empty slot get the padding id of the runner.
+    """
+
+    combine_format = CombineInputFormat.FLASHINFER
+
+    def _hand_out(self, current: Round) -> FlashinferDispatchOutput:
+        received, dtype = current.received, self._geometry.dtype
+        nowhere = received.topk_ids < 0
+        # Fresh tensors: the receive buffer is the peers' to write, and combine's to rely on.
+        ids = received.topk_ids.masked_fill(nowhere, self._padding)
+        weights = received.topk_weights.masked_fill(nowhere, 0.0)
+        rows, scales = self._format.receive(
+            received.hidden_states, received.scales, weights, self._experts
+        )
+        return FlashinferDispatchOutput(
+            hidden_states=rows,
+            hidden_states_scale=scales,
+            topk_output=StandardTopKOutput(weights, ids, current.routing.logits),
+            moe_output=self._combine_input(current) if self._runner.takes_region else None,
+            output_dtype=dtype,
+        )
+
+    @property
+    def _padding(self) -> int:
+        return self._geometry.num_experts if self._runner.padding == AFTER_LAST else -1
