@@ -1,4 +1,5 @@
-"""Every order, scope and barrier of the kernels' PTX is needed: without it, something is reported.
+"""Every order, scope, barrier and wait of the kernels' PTX is needed: without it, something is
+reported.
 
 Each kernel runs by itself, as a GPU gets it: dispatch then combine, gather then argmax then
 collect, two rounds, with whatever the host does between them. A mutant (tests/support/ptx/
@@ -209,7 +210,8 @@ def clearing_weakly(builds: Sequence[Build]) -> Iterator[None]:
 
 
 def rounds_apart(case: Case, ctas: int, late: bool, seed: int) -> None:
-    """All launches are in the streams at once, and ranks run apart as far as they are let.
+    """All launches are in the streams at once, and ranks run apart as far as they are let. No host
+    comes between two kernels: what the second one may know of the first it has waited for.
 
     Experts write nothing: the same rows come back in every round.
 
@@ -224,7 +226,7 @@ def rounds_apart(case: Case, ctas: int, late: bool, seed: int) -> None:
         outputs = [torch.full_like(mine.hidden_states, -7) for mine in inputs]
         slots = []  # of all rounds: the kernels run at the end of the block
         with ranks.grids.queued():
-            for ranks.kind in MIXED:
+            for ranks.kind in MIXED if case.small else (BULK,) * ROUNDS:
                 slots.append([each.send_slots for each in ranks.dispatch(inputs)])
                 ranks.combine(slots[-1], outputs)
         ranks.check_faults()
@@ -300,6 +302,7 @@ def layer(case: Case) -> Group:
             functools.partial(layer_rounds, case),
             functools.partial(last_rank_leaves, case, True),
             functools.partial(last_rank_leaves, case, False),
+            *(() if case.small else (functools.partial(rounds_apart, case, CTAS, False),)),
             *(runs_of_small_rounds(case) if case.small else []),
             functools.partial(layer_without, "dispatch", case),
             functools.partial(layer_without, "combine", case),
@@ -312,24 +315,36 @@ def layer(case: Case) -> Group:
 # ---- going on without a rank
 
 
-def go_on(case: Case, seed: int) -> None:
-    """The last rank never comes to a round; the others meet, clear their memory, and do a round."""
+def go_on(case: Case, begun: int, seed: int) -> None:
+    """The last rank never comes to a round; the others meet, clear their memory, and do a round.
+
+    No host comes between the broken round and the first meeting.
+
+    Args:
+        begun: the ranks that begin the broken round. The others come to the meeting from the round
+            before: they have read nothing of what they clear.
+    """
     inputs = cases.make_inputs(case, (*case.tokens[:-1], 0))
-    without = dataclasses.replace(case, left_out=(case.ep_size - 1,))
+    last = case.ep_size - 1
+    without = dataclasses.replace(case, left_out=(last,))
     with running_layer(case, seed) as ranks:
         ranks.kind = SMALL if case.small else BULK
-        received = ranks.dispatch(inputs[:-1])
-        outputs = [torch.zeros_like(mine.hidden_states) for mine in inputs[:-1]]
-        ranks.combine([each.send_slots for each in received], outputs)
-        assert all(ranks.control(rank).fault for rank in range(case.ep_size - 1))
-        survivors.go_on_without(ranks, case.ep_size - 1)
+        outputs = [torch.zeros_like(mine.hidden_states) for mine in inputs[:begun]]
+        with ranks.grids.queued():
+            received = ranks.dispatch(inputs[:begun])
+            ranks.combine([each.send_slots for each in received], outputs)
+            survivors.come_to_meeting(ranks, range(last), 1)
+        survivors.check_all_came(ranks, range(last))
+        assert all(ranks.control(rank).fault for rank in range(begun))
+        survivors.go_on_without(ranks, last, have_met=True)
         survivors.check_round(emulated.with_ctas(without, CTAS), inputs, ranks)
 
 
 def meeting() -> Group:
     """Meet alone: what it orders are other kernels' stores and the host's zeros."""
     made = launches.variant(LAYER_CASE.config(0), 0).build(MEET, pdl=True)
-    return Group([made], [functools.partial(go_on, case) for case in (LAYER_CASE, SMALL_CASE)])
+    runs = itertools.product((LAYER_CASE, SMALL_CASE), (2, 1))
+    return Group([made], [functools.partial(go_on, *run) for run in runs])
 
 
 # ---- the LM head
@@ -372,6 +387,22 @@ def head_rounds(seed: int, rewrite: Callable[[str], str] = unchanged) -> None:
             head_ranks.check(calls, HEAD_ROUND, ranks.run(calls, HEAD_ROUND))
 
 
+def head_rounds_apart(seed: int) -> None:
+    """All launches are in the streams at once: no host comes between two kernels, nor a product."""
+    with running_head(seed) as (ranks, calls):
+        arguments = [ranks.arguments(rank, call, HEAD_ROUND) for rank, call in enumerate(calls)]
+        outputs = {
+            "head_argmax": [torch.zeros(len(call.hidden), dtype=torch.int64) for call in calls],
+            "head_collect": [torch.zeros_like(call.logits) for call in calls],
+        }
+        with ranks.grids.queued():
+            for kernel in HEAD.kernels * ROUNDS:
+                for args, output in zip(arguments, outputs.get(kernel.name, ()), strict=False):
+                    args.output = output.data_ptr()
+                ranks.grids.launch([head_build(kernel)] * len(calls), arguments, None)
+        assert all(ranks.fault(rank) is None for rank in range(len(calls)))
+
+
 def head_without(verb: str, seed: int) -> None:
     """The last rank never comes to the kernel; the others report it, and go on as graphs do."""
     missing = HEAD_CONFIG.tp_size - 1
@@ -400,6 +431,7 @@ def head() -> Group:
         [head_build(kernel) for kernel in HEAD.kernels],
         [
             head_rounds,
+            head_rounds_apart,
             functools.partial(head_without, "head_gather"),
             functools.partial(head_without, "head_argmax"),
         ],

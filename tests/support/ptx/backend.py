@@ -122,8 +122,10 @@ class Grids:
             self.machine.run()
 
     def host_access(self, rank: int, tensor: torch.Tensor, *, writes: bool) -> None:
-        """The host of a rank reads or writes a tensor, after all that the rank has launched."""
-        if not self._races or tensor.numel() == 0:
+        """The host of a rank reads or writes a tensor, after all that the rank has launched. While
+        launches are queued it only makes views.
+        """
+        if not self._races or self._queued or tensor.numel() == 0:
             return
         access = self.machine.host_write if writes else self.machine.host_read
         access(rank, tensor.data_ptr(), tensor.nbytes)

@@ -1,4 +1,5 @@
-"""Mutants of PTX: one order or scope weakened, or one barrier taken away, in the table of sites.
+"""Mutants of PTX: one order or scope weakened, one barrier or one wait for the kernel before taken
+away, in the table of sites.
 
 A table is changed in place, so nothing is compiled for a mutant. The machine checks every address
 that a kernel uses, so no mutant takes the process down with it.
@@ -26,7 +27,7 @@ WEAKER = {
     "sc": ("acq_rel",),
 }
 NARROWER = {"sys": "gpu", "gpu": "cta"}
-BARRIERS = ("barrier", "warp_barrier")
+MEETINGS = ("barrier", "warp_barrier", "grid_wait")
 
 #: A function with one of these is an instruction to its callers.
 _INSTRUCTION = re.compile(r"asm volatile|__syncthreads|__syncwarp")
@@ -111,7 +112,7 @@ def _numbered(places: list[str]) -> list[str]:
 
 
 def _changes(site: Site) -> Iterator[tuple[str, str | bool]]:
-    if site.kind in BARRIERS:
+    if site.kind in MEETINGS:
         yield "removed", True
     for order in WEAKER.get(site.order, ()):
         yield "order", order
