@@ -85,9 +85,14 @@ class Finding(NamedTuple):
     message: str
 
 
-def mutants_of(made: Build, architecture: str) -> list[Mutant]:
-    """Every mutant of a build's kernel, as a machine that checks races runs it."""
-    text = made.text()
+def mutants_of(
+    made: Build, architecture: str, change: Callable[[str], str] = str
+) -> list[Mutant]:
+    """Every mutant of a build's kernel, as a machine that checks races runs it.
+
+    change: made to the kernel's text before.
+    """
+    text = change(made.text())
     ptx = build.ptx_of(text, architecture)
     kernel = build.load(ptx, races=True)[made.kernel.entry]
     source = _Source(text, ptx)
@@ -121,17 +126,22 @@ def _changes(site: Site) -> Iterator[tuple[str, str | bool]]:
 
 
 def find(mutant: Mutant, runs: Iterable[Callable[[], None]]) -> Finding | None:
+    """What the runs report of a mutant."""
+    with mutant.applied():
+        return report_of(runs)
+
+
+def report_of(runs: Iterable[Callable[[], None]]) -> Finding | None:
     """What the first of the runs reports that reports anything.
 
     A run raises what the machine finds, or AssertionError for a wrong result. It may also raise
     what torch does with indices that a mutant has spoilt.
     """
-    with mutant.applied():
-        for run in runs:
-            try:
-                run()
-            except Exception as error:
-                return Finding(type(error).__name__, str(error))
+    for run in runs:
+        try:
+            run()
+        except Exception as error:
+            return Finding(type(error).__name__, str(error))
     return None
 
 
