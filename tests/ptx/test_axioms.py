@@ -67,7 +67,7 @@ class Meeting:
 
 
 def _operation(site: Site) -> str:
-    return f"{ {'load': 'ld', 'store': 'st'}[site.kind]}.{site.order}.{site.scope}"
+    return f"{ {'load': 'ld', 'store': 'st'}[site.kind] }.{site.order}.{site.scope}"
 
 
 WAIT = "griddepcontrol.wait"

@@ -85,9 +85,7 @@ class Finding(NamedTuple):
     message: str
 
 
-def mutants_of(
-    made: Build, architecture: str, change: Callable[[str], str] = str
-) -> list[Mutant]:
+def mutants_of(made: Build, architecture: str, change: Callable[[str], str] = str) -> list[Mutant]:
     """Every mutant of a build's kernel, as a machine that checks races runs it.
 
     change: made to the kernel's text before.

@@ -35,6 +35,7 @@ def come_to_meeting(ranks: EmulatedRanks, alive: Sequence[int], number: int) -> 
     """Launch one meeting, which waits for longer than the verbs of a broken round before it."""
     size = ranks.config.ep_size
     window = Window(ranks.memory.data_ptr(), ranks.memory.stride(0))
+    assert ranks.config.timeout_s is not None
     patience = 10 * ranks.config.timeout_s
     calls = []
     for rank in alive:
