@@ -27,7 +27,6 @@ PATIENT = (
     "tests/kernels/test_sanitizers.py",
     "tests/kernels/test_nvrtc.py",
     "tests/litmus/test_ptx_model_properties.py",
-    "tests/litmus/test_protocol.py",
     "tests/kernels/test_assembly.py",
     "tests/kernels/test_head_nvrtc.py",
     "tests/kernels/test_combine_nvrtc.py",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_nvlink_plugin import env
+from tests.support import cpp
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 INCLUDE = KERNELS / "include"
@@ -76,3 +77,18 @@ def test_ordered_accesses_stand_in_one_header() -> None:
         )
     }
     assert spelled == {"include/moe_nvlink/memory_order.h"}
+
+
+def test_each_access_is_named_after_its_instruction() -> None:
+    text = cpp.plain((INCLUDE / "moe_nvlink" / "memory_order.h").read_text(encoding="utf-8"))
+    operations = {"ld": "load", "st": "store", "atom": "fetch_add"}
+    named = {}
+    for function in cpp.functions(text):
+        body = text[function.start : function.end]
+        instruction = re.search(r'asm\s+volatile\s*\(\s*"([^"\s]+)', body)
+        if instruction:
+            operation, order, scope, _space, *rest = instruction[1].split(".")
+            words = "words_" if "v2" in rest else ""
+            named[function.name] = f"{operations[operation]}_{words}{order}_{scope}"
+    assert len(named) >= 8
+    assert all(name == instruction for name, instruction in named.items()), named

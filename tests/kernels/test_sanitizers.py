@@ -137,10 +137,10 @@ FORMAT_BUGS: Bugs = {
 
 #: The same in rounds of small batches, between rounds of other batches. Units are words of
 #: std::atomic_ref, so a missing P10 or a unit that is not cleared in time is no race here: the
-#: litmus programs and the software GPU look at those.
+#: software GPU looks at those.
 SMALL_BUGS: Bugs = {
-    # Of P14's word the program has one moment only, which is seldom a race; the litmus programs and
-    # the executed PTX look at it.
+    # Of P14's word the program has one moment only, which is seldom a race; the executed PTX is for
+    # that.
     "P14 release and acquire of the CTAs": instead(
         "tell_end", "fetch_add_acq_rel_gpu", "fetch_add_relaxed_gpu"
     ),

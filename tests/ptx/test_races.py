@@ -133,6 +133,11 @@ ORDERED = {
 
 #: Programs with a race.
 RACY = {
+    # Only the first look races, and no schedule has it after the store.
+    "narrow_look_before_a_wide_one": """
+        gpu0.cta0.t0: ld.relaxed.gpu r0, flag; ld.relaxed.sys r1, flag; st.relaxed.sys go, 1
+        gpu1.cta0.t0: ld.relaxed.sys seen=1, go; st.relaxed.sys flag, 1
+    """,
     "strong_accesses_of_narrow_scope": """
         gpu0.cta0.t0: st.relaxed.gpu flag, 1
         gpu1.cta0.t0: ld.relaxed.sys seen, flag

@@ -27,12 +27,10 @@ class Function(NamedTuple):
 
     Attributes:
         name: without class; a class's operator() has the class's name.
-        parameters: names, in their order.
         start, end: what stands between the braces of its body.
     """
 
     name: str
-    parameters: tuple[str, ...]
     start: int
     end: int
 
@@ -50,13 +48,6 @@ def parse(text: str) -> tree_sitter.Node:
 def text_of(node: tree_sitter.Node) -> str:
     """A node's text on one line."""
     return " ".join((node.text or b"").decode().split())
-
-
-def inside(node: tree_sitter.Node) -> Iterator[tree_sitter.Node]:
-    """A node and all nodes in it, in the order of the text."""
-    yield node
-    for child in node.children:
-        yield from inside(child)
 
 
 def plain(text: str) -> str:
@@ -106,7 +97,7 @@ def functions(text: str) -> Iterator[Function]:
             is_operator = name.type == "operator_name"
             called = _name_of_class(node) if is_operator else last_name(name)
             inner = body.start_byte + 1, body.end_byte - 1
-            yield Function(called, tuple(_parameters(declarator)), *inner)
+            yield Function(called, *inner)
 
 
 def _definitions(node: tree_sitter.Node) -> Iterator[tree_sitter.Node]:
@@ -132,13 +123,6 @@ def _name_of_class(node: tree_sitter.Node) -> str:
         above = above.parent
     name = above and above.child_by_field_name("name")
     return text_of(name) if name else ""
-
-
-def _parameters(declarator: tree_sitter.Node) -> Iterator[str]:
-    listed = declarator.child_by_field_name("parameters")
-    for child in listed.named_children if listed else ():
-        named = child.child_by_field_name("declarator")
-        yield last_name(named) if named else ""
 
 
 def name_node(node: tree_sitter.Node) -> tree_sitter.Node | None:

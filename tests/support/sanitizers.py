@@ -56,13 +56,13 @@ def instead(function: str, good: str, bad: str, *, when: str = "true") -> list[E
     return [Edit(function, good, f"(AWAKE && {when} ? {bad} : {good})")]
 
 
-def seed(text: str, bugs: Bugs, numbers: Mapping[str, int]) -> str:
+def seed(text: str, bugs: Bugs, numbers: Mapping[str, int], prelude: str = PRELUDE) -> str:
     for name, edits in bugs.items():
         for function, old, new in edits:
             assert "AWAKE" in new, f"{name}: {old!r} would be replaced where the bug sleeps, too"
             awake = new.replace("AWAKE", f"(seeded_bug == {numbers[name]})")
             text = cpp.replace(text, function, old, awake)
-    return PRELUDE + text
+    return prelude + text
 
 
 def build(program: Path, text: str, folder: Path, *flags: str) -> Path:

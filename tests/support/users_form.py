@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -54,18 +54,23 @@ def check_counts(name: str, case: Case, **options: Any) -> None:
         ranks = EmulatedRanks.of_case(case, backend)
         for of_round in inputs:
             ranks.run_round(of_round)
-            everyones = [mine.topk_ids for mine in of_round]
-            for rank in range(case.ep_size):
-                active = case.active_ranks(rank)
-                wanted = reference.expert_counts(case.config(0), everyones, None, active)
-                raw = ranks._bytes(rank, "expert_counts", wanted.nbytes, 0)
-                found = raw.view(torch.int32).view(wanted.shape).cpu()
-                compare.assert_same_bits(found, wanted, f"rank {rank}")
+            check_counts_of_round(case, of_round, ranks)
         for rank, region in itertools.product(
             range(case.ep_size), ("expert_counts_staging", "expert_counters")
         ):
             size = ranks.regions[0][region].size_bytes
             assert not ranks._bytes(rank, region, size, 0).any(), region
+
+
+def check_counts_of_round(case: Case, inputs: Sequence[Inputs], ranks: EmulatedRanks) -> None:
+    """What each rank has received of a round's counts."""
+    everyones = [mine.topk_ids for mine in inputs]
+    for rank in range(case.ep_size):
+        active = case.active_ranks(rank)
+        wanted = reference.expert_counts(case.config(0), everyones, None, active)
+        raw = ranks._bytes(rank, "expert_counts", wanted.nbytes, 0)
+        found = raw.view(torch.int32).view(wanted.shape).cpu()
+        compare.assert_same_bits(found, wanted, f"rank {rank}")
 
 
 def check_laid_out_scales(name: str, case: Case, **options: Any) -> None:

@@ -56,6 +56,7 @@ class Grids:
         seed: of the scheduler.
         races: checks races, also with what the host reads and writes.
         rewrite: changes the PTX before it is translated.
+        change: changes the kernels' text before it is compiled.
     """
 
     def __init__(
@@ -69,10 +70,12 @@ class Grids:
         seed: int = 1,
         races: bool = False,
         rewrite: Callable[[str], str] = unchanged,
+        change: Callable[[str], str] = unchanged,
     ) -> None:
         self.ctas, self.threads, self.pdl = ctas, threads, pdl
         self.machine = Machine(ranks=ranks, seed=seed, races=races)
-        self._races, self._architecture, self._rewrite = races, architecture, rewrite
+        self._races, self._architecture = races, architecture
+        self._rewrite, self._change = rewrite, change
         self._functions: dict[Build, Any] = {}
         self._owned: dict[int, Span] = {}
         self._queued = False
@@ -80,8 +83,11 @@ class Grids:
     def function(self, made: Build) -> Any:
         """The translated entry of one build."""
         if made not in self._functions:
-            text = self._rewrite(build.ptx_of(made.text(), self._architecture))
-            library = build.load(text, races=self._races)
+            text = self._change(made.text())
+            library = build.load(
+                self._rewrite(build.ptx_of(text, self._architecture)), races=self._races
+            )
+            self.machine.use(library)
             self._functions[made] = library[made.kernel.entry]
         return self._functions[made]
 
@@ -122,8 +128,10 @@ class Grids:
             self.machine.run()
 
     def host_access(self, rank: int, tensor: torch.Tensor, *, writes: bool) -> None:
-        """The host of a rank reads or writes a tensor, after all that the rank has launched."""
-        if not self._races or tensor.numel() == 0:
+        """The host of a rank reads or writes a tensor, after all that the rank has launched. While
+        launches are queued it only makes views.
+        """
+        if not self._races or self._queued or tensor.numel() == 0:
             return
         access = self.machine.host_write if writes else self.machine.host_read
         access(rank, tensor.data_ptr(), tensor.nbytes)

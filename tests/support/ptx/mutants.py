@@ -1,4 +1,5 @@
-"""Mutants of PTX: one order or scope weakened, or one barrier taken away, in the table of sites.
+"""Mutants of PTX: one order or scope weakened, one barrier or one wait for the kernel before taken
+away, in the table of sites.
 
 A table is changed in place, so nothing is compiled for a mutant. The machine checks every address
 that a kernel uses, so no mutant takes the process down with it.
@@ -26,7 +27,7 @@ WEAKER = {
     "sc": ("acq_rel",),
 }
 NARROWER = {"sys": "gpu", "gpu": "cta"}
-BARRIERS = ("barrier", "warp_barrier")
+MEETINGS = ("barrier", "warp_barrier", "grid_wait")
 
 #: A function with one of these is an instruction to its callers.
 _INSTRUCTION = re.compile(r"asm volatile|__syncthreads|__syncwarp")
@@ -84,9 +85,12 @@ class Finding(NamedTuple):
     message: str
 
 
-def mutants_of(made: Build, architecture: str) -> list[Mutant]:
-    """Every mutant of a build's kernel, as a machine that checks races runs it."""
-    text = made.text()
+def mutants_of(made: Build, architecture: str, change: Callable[[str], str] = str) -> list[Mutant]:
+    """Every mutant of a build's kernel, as a machine that checks races runs it.
+
+    change: made to the kernel's text before.
+    """
+    text = change(made.text())
     ptx = build.ptx_of(text, architecture)
     kernel = build.load(ptx, races=True)[made.kernel.entry]
     source = _Source(text, ptx)
@@ -111,7 +115,7 @@ def _numbered(places: list[str]) -> list[str]:
 
 
 def _changes(site: Site) -> Iterator[tuple[str, str | bool]]:
-    if site.kind in BARRIERS:
+    if site.kind in MEETINGS:
         yield "removed", True
     for order in WEAKER.get(site.order, ()):
         yield "order", order
@@ -120,17 +124,22 @@ def _changes(site: Site) -> Iterator[tuple[str, str | bool]]:
 
 
 def find(mutant: Mutant, runs: Iterable[Callable[[], None]]) -> Finding | None:
+    """What the runs report of a mutant."""
+    with mutant.applied():
+        return report_of(runs)
+
+
+def report_of(runs: Iterable[Callable[[], None]]) -> Finding | None:
     """What the first of the runs reports that reports anything.
 
     A run raises what the machine finds, or AssertionError for a wrong result. It may also raise
     what torch does with indices that a mutant has spoilt.
     """
-    with mutant.applied():
-        for run in runs:
-            try:
-                run()
-            except Exception as error:
-                return Finding(type(error).__name__, str(error))
+    for run in runs:
+        try:
+            run()
+        except Exception as error:
+            return Finding(type(error).__name__, str(error))
     return None
 
 

@@ -462,8 +462,10 @@ def _activemask(context: Context, instruction: Instruction) -> str:
 @emits("griddepcontrol")
 def _griddepcontrol(context: Context, instruction: Instruction) -> str:
     if instruction.modifiers == ("wait",):
-        wait = context.block(f"wait_for_grid(t, {context.site('kGridWait')})")
-        return f"{wait} races::on_grid_wait(t); clocks::on_grid_wait(t);"
+        site = context.site("kGridWait")
+        wait = context.block(f"wait_for_grid(t, {site})")
+        done = "races::on_grid_wait(t); clocks::on_grid_wait(t);"
+        return f"if ({site}.removed == 0) {{ {wait} {done} }}"
     if instruction.modifiers != ("launch_dependents",):
         raise Modifiers(instruction).error("unknown modifier")
     return f"{context.pause('kPaused')} let_dependents_start(t);"

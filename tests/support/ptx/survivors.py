@@ -31,13 +31,15 @@ def build(ranks: EmulatedRanks) -> Build:
     return launches.variant(ranks.config, 0).build(MEET, pdl=ranks.backend.grids.pdl)
 
 
-def meet(ranks: EmulatedRanks, alive: Sequence[int], number: int) -> None:
-    """One meeting; AssertionError if a rank has waited in vain."""
+def come_to_meeting(ranks: EmulatedRanks, alive: Sequence[int], number: int) -> None:
+    """Launch one meeting, which waits for longer than the verbs of a broken round before it."""
     size = ranks.config.ep_size
     window = Window(ranks.memory.data_ptr(), ranks.memory.stride(0))
+    assert ranks.config.timeout_s is not None
+    patience = 10 * ranks.config.timeout_s
     calls = []
     for rank in alive:
-        args: Any = new_arguments(MEET, ranks.regions[0], window, ranks.config.timeout_s)
+        args: Any = new_arguments(MEET, ranks.regions[0], window, patience)
         args.geometry.ep_size, args.geometry.ep_rank = size, rank
         args.active_ranks[0] = rank_mask(alive, size).item()
         args.number = number
@@ -45,6 +47,11 @@ def meet(ranks: EmulatedRanks, alive: Sequence[int], number: int) -> None:
     backend = ranks.backend
     assert isinstance(backend, PtxBackend)
     backend.grids.launch([build(ranks)] * len(calls), calls, Shape(1, THREADS), ranks=alive)
+
+
+def check_all_came(ranks: EmulatedRanks, alive: Sequence[int]) -> None:
+    """AssertionError if a rank has waited in vain in the meeting that has ended."""
+    size = ranks.config.ep_size
     for rank in alive:
         assert _outcomes(ranks, rank) == [0] * size, f"rank {rank} waited in vain"
 
@@ -74,10 +81,20 @@ class _Memory:
         return self.region_bytes(region).view(dtype)[:count]
 
 
-def go_on_without(ranks: EmulatedRanks, gone: int) -> None:
-    """The others meet, clear their memory, meet again, and have a mask in later rounds."""
+def meet(ranks: EmulatedRanks, alive: Sequence[int], number: int) -> None:
+    """One meeting; AssertionError if a rank has waited in vain."""
+    come_to_meeting(ranks, alive, number)
+    check_all_came(ranks, alive)
+
+
+def go_on_without(ranks: EmulatedRanks, gone: int, *, have_met: bool = False) -> None:
+    """The others meet, clear their memory, meet again, and have a mask in later rounds.
+
+    have_met: the first meeting is over.
+    """
     alive = [rank for rank in range(ranks.config.ep_size) if rank != gone]
-    meet(ranks, alive, 1)
+    if not have_met:
+        meet(ranks, alive, 1)
     for rank in alive:
         memory: Any = _Memory(ranks, rank)
         survivors._clear(memory, ranks.regions[0], (gone,))

@@ -405,6 +405,8 @@ class MachineRaces {
     return site != nullptr && site->order != Order::kWeak;
   }
 
+  Scope scope_of(Epoch epoch) const { return sites_[epoch.site()].site->scope; }
+
   const char* order_name(Epoch epoch) const {
     static const char* const names[] = {"weak", "relaxed", "acquire", "release", "acq_rel", "sc"};
     const Site* site = sites_[epoch.site()].site;
@@ -437,13 +439,18 @@ class MachineRaces {
 
   void note_read(const Actor& who, Cell& cell, Epoch me) const {
     for (Epoch& read : cell.reads) {
-      // A weak read races with more than the strong one after it.
-      if (!read || (who.knows(read) && (is_strong(read) || !is_strong(me)))) {
+      if (!read || (who.knows(read) && races_with_all_of(me, read))) {
         read = me;
         return;
       }
     }
     cell.reads[1] = me;
+  }
+
+  // A weak read races with more than a strong one, and one of a narrow scope with more than others.
+  bool races_with_all_of(Epoch read, Epoch earlier) const {
+    if (!is_strong(read)) return true;
+    return is_strong(earlier) && scope_of(read) <= scope_of(earlier);
   }
 
   static void note_observer(const Actor& who, Location& location, Epoch me) {
