@@ -10,6 +10,8 @@ import pytest
 pytest.importorskip("sglang.srt", reason="SGLang is not installed here: make sglang-env")
 
 from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.common import own_source
+from moe_nvlink_plugin.integration.common.names import use
 from moe_nvlink_plugin.integration.sglang import compat, effect
 from moe_nvlink_plugin.integration.sglang.plugin import hooks
 
@@ -138,11 +140,21 @@ def test_every_name_we_touch_exists_here() -> None:
 
 
 def test_a_missing_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    every = compat.touched()
-    gone = every[0]._replace(name="HookRegistry.gone")
-    monkeypatch.setattr(compat, "touched", lambda: [*every, gone])
-    with pytest.raises(UnsupportedError, match=r"SGLang 0\..* lacks .*HookRegistry\.gone"):
+    """One that a list has, and one that our source spells."""
+    gone = use("sglang.srt.plugins.hook_registry", "HookRegistry.gone")
+    rules = compat.RULES._replace(by_hand={**compat.BY_HAND, "plugin.flag": gone})
+    texts = own_source.modules_of(rules.package)
+    texts["budget"] = texts["budget"].replace("import attn_tp_size_of", "import no_such_size_of")
+    monkeypatch.setattr(compat, "RULES", rules)
+    monkeypatch.setattr(own_source, "modules_of", lambda package: texts)
+    with pytest.raises(UnsupportedError, match=r"SGLang 0\..* lacks names") as caught:
         compat.check_names()
+    assert str(caught.value).splitlines()[1:-1] == [
+        "  - sglang.srt.plugins.hook_registry.HookRegistry.gone, for plugin.flag: Our name on "
+        "SGLang's command line",
+        "  - sglang.srt.runtime_context.no_such_size_of, for budget: How many tokens one rank may "
+        "dispatch at once: the capacity of its exchange",
+    ]
 
 
 def test_the_platform_has_what_resolution_asks() -> None:
