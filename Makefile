@@ -10,7 +10,7 @@
 # make sglang-env  an environment with SGLang beside it, for the tests and for the demonstration
 # make clean   remove what tools and builds wrote; make distclean removes the environment too
 #
-# PYTHON=python3.12 chooses the interpreter of the environment, PYTEST_ARGS="tests/unit -x" the tests.
+# PYTHON=python3.12 chooses the interpreter of the environment, PYTEST_ARGS="tests/core -x" the tests.
 
 PYTHON ?= python3
 VENV ?= .venv

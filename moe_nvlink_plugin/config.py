@@ -11,7 +11,7 @@ import torch
 from . import env
 from .errors import ConfigError
 
-#: Limits. tests/unit/test_header.py compares the kernels' own constants with these.
+#: Limits. tests/core/jit/test_header.py compares the kernels' own constants with these.
 MAX_RANKS = 128
 MAX_TOP_K = 32
 MAX_CALLER_PAYLOADS = 8

@@ -7,17 +7,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.support.long_tests import LongTests
 from tests.support.process_state import ProcessState
 from tests.support.turns import Turn
+
+if TYPE_CHECKING:
+    from moe_nvlink_plugin import MoeAllToAll
 
 #: Compilers, and models of the protocol: no clock of theirs minds that they get little of the
 #: processors. They give way to the servers, and so does what their process runs after them. Ranks
@@ -37,13 +41,13 @@ PATIENT = (
 #: What runs alone, in this order: tests that see the shared memory of every process of this user or
 #: measure a wait of a second; ranks that spin on a GPU and want all of it.
 ALONE = (
-    "tests/unit/test_host_transport.py",
-    "tests/unit/test_other_ranks.py",
+    "tests/core/transport/test_host_transport.py",
+    "tests/core/transport/test_other_ranks.py",
     "tests/gpu/",
 )
 #: The longest of all, one at a time, so they start first. In a single process they come last: their
 #: minutes are wasted when a unit test would have told the same.
-SERVERS = ("tests/integration/",)
+SERVERS = ("tests/integration/servers/",)
 #: Set for what tests start: the cache of this run.
 RUN_CACHE = "MOE_NVLINK_TESTS_CACHE_DIR"
 
@@ -90,6 +94,47 @@ def cache_of_this_run(
         for name in ("MOE_NVLINK_CACHE_DIR", RUN_CACHE):
             patch.setenv(name, str(folder))
         yield
+
+
+@pytest.fixture(autouse=True)
+def our_messages_reach_pytest() -> Iterator[None]:
+    """A vLLM in this process has taken our messages to its own handlers (`vllm.logs`)."""
+    ours = logging.getLogger("moe_nvlink_plugin")
+    before = ours.handlers, ours.level, ours.propagate
+    ours.handlers, ours.propagate = [], True
+    ours.setLevel(logging.NOTSET)
+    yield
+    ours.handlers, level, ours.propagate = before
+    ours.setLevel(level)
+
+
+@pytest.fixture
+def environment() -> Iterator[None]:
+    """vLLM's CPU platform edits os.environ, LD_PRELOAD included; other tests must not see it."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Qwen3-MoE-like model."""
+    from moe_nvlink_plugin.integration.demo.tiny_checkpoint import write_checkpoint
+
+    return write_checkpoint(tmp_path_factory.mktemp("qwen3_moe"))
+
+
+@pytest.fixture
+def layer() -> Iterator[MoeAllToAll]:
+    """One rank's exchange with an extra payload and two channels."""
+    from moe_nvlink_plugin import MoeAllToAll
+    from moe_nvlink_plugin.testing import ThreadGroup
+    from tests.core.exchange.small_exchange import config
+
+    (group,) = ThreadGroup.ranks(1)
+    with MoeAllToAll.create(config(extra_payload_bytes=(6,), num_channels=2), group) as exchange:
+        yield exchange
 
 
 @pytest.fixture(autouse=True)

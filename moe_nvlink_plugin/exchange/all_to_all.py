@@ -82,7 +82,7 @@ class MoeAllToAll:
     torch.compile traces dispatch and combine without a graph break. With `dynamic=True` one graph
     serves every number of tokens from 2 on. To serve 0 and 1 with the same graph, call
     `torch._dynamo.decorators.mark_unbacked(tensor, 0)` on each tensor that has a row for each token
-    (`tests/unit/test_ops.py`).
+    (`tests/core/exchange/test_ops.py`).
 
     Attributes:
         config: configuration that `create` got, with defaults filled in.

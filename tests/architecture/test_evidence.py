@@ -20,7 +20,7 @@ PAGES = ("README.md", *(f"integration/{of}README.md" for of in ("", "vllm/", "sg
 MOST_COMMITS = 120
 PRODUCT = ("moe_nvlink_plugin", "kernels", "integration", ":!*.md")
 
-_TEST = re.compile(r"`(?:tests/\w+/)?(test_\w+(?:\.py)?)[^`]*`")
+_TEST = re.compile(r"`(?:tests/[\w/]+/)?(test_\w+(?:\.py)?)[^`]*`")
 
 
 class Claim(NamedTuple):
@@ -85,9 +85,7 @@ def test_a_claim_was_shown_not_long_ago(claim: Claim) -> None:
 
 
 def test_a_row_that_names_a_long_test_is_a_claim() -> None:
-    row = (
-        "| [LoRA](#lora) | served | `tests/integration/test_lora_e2e.py -k x`, long; `test_b.py` |"
-    )
+    row = "| [LoRA](#lora) | served | `tests/servers/test_lora_e2e.py -k x`, long; `test_b.py` |"
     (claim,) = claims_of("page", row)
     assert claim.tests == ("test_lora_e2e.py",)
     assert not claims_of("page", row.replace("served", "refused"))

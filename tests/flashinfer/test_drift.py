@@ -9,10 +9,10 @@ import pytest
 from moe_nvlink_plugin.integration.common.names import Touched
 from moe_nvlink_plugin.integration.common.own_source import Reader
 from moe_nvlink_plugin.integration.flashinfer import compat
+from tests.integration.common.framework_source import Source, patched_for_no_reason, unmarked
+from tests.integration.common.framework_wheels import left_out
 from tests.support import flashinfer_wheel
 from tests.support.wheels import FetchError
-from tests.unit.framework_source import Source, patched_for_no_reason, unmarked
-from tests.unit.framework_wheels import left_out
 
 ROOT = Path(__file__).resolve().parents[2]
 TOUCHED = compat.touched()

@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 
 from tests.flashinfer.launch import Outcomes, run_everywhere
+from tests.integration.common.framework_wheels import left_out
 from tests.support import flashinfer_wheel
 from tests.support.ranks import run_processes
 from tests.support.wheels import FetchError
-from tests.unit.framework_wheels import left_out
 
 SIZES = (2, 4)
 #: tests/flashinfer/cases.py has them; it cannot be imported here.

@@ -10,9 +10,9 @@ import pytest
 
 from moe_nvlink_plugin.integration.demo.server import ServerError
 from moe_nvlink_plugin.integration.demo.sglang_server import interpreter
+from tests.integration.common.framework_wheels import left_out
 from tests.support import flashinfer_wheel
 from tests.support.wheels import FetchError
-from tests.unit.framework_wheels import left_out
 
 ROOT = Path(__file__).resolve().parents[2]
 

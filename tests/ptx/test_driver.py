@@ -14,16 +14,16 @@ pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not install
 
 from moe_nvlink_plugin import driver
 from moe_nvlink_plugin.jit import nvrtc
-from tests.support import fake_cuda
-from tests.support.fake_cuda import ptx
-from tests.support.ranks import run_processes
-from tests.unit.test_fake_cuda import (
+from tests.instruments.test_fake_cuda import (
     begin,
     configured,
     read,
     refused,
     stream_of,
 )
+from tests.support import fake_cuda
+from tests.support.fake_cuda import ptx
+from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -18,9 +18,9 @@ pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not install
 
 from moe_nvlink_plugin import driver
 from moe_nvlink_plugin.jit import nvrtc
+from tests.instruments.test_fake_cuda import access, configured, prop, refused
 from tests.ptx.test_driver import in_driver, launch, read_words, words
 from tests.support import fake_cuda
-from tests.unit.test_fake_cuda import access, configured, prop, refused
 
 __all__ = ["in_driver"]  # a fixture, which pytest looks for among this module's names
 

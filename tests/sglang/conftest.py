@@ -1,6 +1,6 @@
 """Tests inside SGLang's own environment, `make sglang-env`; elsewhere they are skipped.
 
-`tests/unit/test_sglang_environment.py` runs them there, so that `make test` has them too.
+`tests/integration/sglang/test_sglang_environment.py` runs them there, so `make test` has them too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SGLang's dispatchers with SGLang's own types and its native CPU experts.
 
-The cases of tests/unit run again on the real types. The experts of those stand for SGLang's; here
-they are SGLang's.
+The cases of tests/integration/sglang run again on the real types. Their experts stand for SGLang's;
+here the experts are SGLang's.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sglang.srt.layers.moe.moe_runner.base import FusedOpPool, MoeRunnerConfig
 from sglang.srt.layers.moe.token_dispatcher import base, flashinfer, standard
 
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.unit import sglang_stand_in
-from tests.unit.sglang_layer import (
+from tests.integration.sglang import sglang_stand_in
+from tests.integration.sglang.sglang_layer import (
     HIDDEN_SIZE,
     NUM_EXPERTS,
     TOP_K,
@@ -29,14 +29,14 @@ from tests.unit.sglang_layer import (
     pool_of,
     work_of,
 )
-from tests.unit.test_sglang_dispatchers import (
+from tests.integration.sglang.test_sglang_dispatchers import (
     short_waits,
     test_flashinfers_form,
     test_target_and_draft_may_be_in_flight_together,
     test_the_layer_is_the_dense_one,
 )
-from tests.unit.test_sglang_moe_parts import *  # noqa: F403
-from tests.unit.test_sglang_wires import (
+from tests.integration.sglang.test_sglang_moe_parts import *  # noqa: F403
+from tests.integration.sglang.test_sglang_wires import (
     interleave,
     test_fp8_blocks_reach_triton_beside_rows_of_the_output,
     test_mxfp8_rows_reach_trtllm_as_they_travelled,

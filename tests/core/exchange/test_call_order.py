@@ -1,0 +1,99 @@
+"""Verbs out of order, layers that share a workspace, and what remains after close."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin.errors import (
+    ExchangeStateError,
+    InputError,
+)
+from moe_nvlink_plugin.testing import ThreadGroup
+from tests.core.exchange.small_exchange import (
+    assert_still_works,
+    config,
+    good,
+    other_metadata,
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_combine_without_dispatch(layer: MoeAllToAll) -> None:
+    received = layer.dispatch(**good())
+    layer.combine(received.hidden_states, received.metadata)
+    with pytest.raises(ExchangeStateError, match="combine without dispatch on channel 0"):
+        layer.combine(received.hidden_states, received.metadata)
+    with pytest.raises(ExchangeStateError, match="on channel 1"):
+        layer.combine(received.hidden_states, other_metadata(received, channel=1))
+    assert_still_works(layer)
+
+
+def test_metadata_of_an_earlier_dispatch(layer: MoeAllToAll) -> None:
+    earlier = layer.dispatch(**good())
+    layer.combine(earlier.hidden_states, earlier.metadata)
+    received = layer.dispatch(**good())
+    with pytest.raises(ExchangeStateError, match="of dispatch 1 on channel 0.* last one was 2"):
+        layer.combine(received.hidden_states, earlier.metadata)
+    layer.combine(received.hidden_states, received.metadata)
+    assert_still_works(layer)
+
+
+def test_dispatch_twice(layer: MoeAllToAll) -> None:
+    received = layer.dispatch(**good())
+    with pytest.raises(ExchangeStateError, match="dispatch twice on channel 0.*another channel"):
+        layer.dispatch(**good())
+    other = layer.dispatch(**good(), channel=1)
+    for each in (received, other):
+        layer.combine(each.hidden_states.clone(), each.metadata)
+    assert_still_works(layer)
+
+
+def test_a_second_layer_may_not_come_between() -> None:
+    (group,) = ThreadGroup.ranks(1)
+    with (
+        MoeAllToAll.create(config(), group) as first,
+        MoeAllToAll.create(config(), group, share_with=first) as second,
+    ):
+        inputs = {**good(), "extra_payloads": ()}
+        received = first.dispatch(**inputs)
+        with pytest.raises(ExchangeStateError, match="dispatch twice"):
+            second.dispatch(**inputs)
+        with pytest.raises(InputError, match="metadata belongs to exchange"):
+            second.combine(received.hidden_states, received.metadata)
+        first.combine(received.hidden_states, received.metadata)
+        second.combine(received.hidden_states, second.dispatch(**inputs).metadata)
+
+
+def test_after_close(layer: MoeAllToAll) -> None:
+    inputs = good()
+    received = layer.dispatch(**inputs)
+    before = received.hidden_states.clone(), received.topk_ids.clone()
+    stats = layer.stats()
+    layer.close()
+    layer.close()
+    for call in (
+        lambda: layer.dispatch(**inputs),
+        lambda: layer.combine(before[0], received.metadata),
+        layer.combine_input,
+    ):
+        with pytest.raises(ExchangeStateError, match="closed; create a new MoeAllToAll"):
+            call()
+    # What was handed out stays readable, and the totals stay told.
+    assert torch.equal(received.hidden_states, before[0])
+    assert torch.equal(received.topk_ids, before[1])
+    assert layer.stats() == stats
+    assert stats.rounds == 1
+
+
+def test_a_layer_outlives_the_one_it_shares_with() -> None:
+    (group,) = ThreadGroup.ranks(1)
+    first = MoeAllToAll.create(config(), group)
+    second = MoeAllToAll.create(config(extra_payload_bytes=(6,)), group, share_with=first)
+    first.close()
+    with second:
+        assert_still_works(second)
+    with pytest.raises(ExchangeStateError, match="closed"):
+        MoeAllToAll.create(config(), group, share_with=first)

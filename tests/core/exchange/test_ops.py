@@ -1,0 +1,484 @@
+"""torch.ops.moe_nvlink.*: their registration, and layers compiled around them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, rank_mask
+from moe_nvlink_plugin.config import local_expert_range
+from moe_nvlink_plugin.errors import InputError
+from moe_nvlink_plugin.exchange import ops
+from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
+from tests.core.exchange.opcheck import opcheck_dispatch
+from tests.support.ranks import run_processes
+
+pytestmark = pytest.mark.timeout(240)
+
+CAPACITY = 16
+
+SCHEMAS = {
+    "dispatch": "Tensor(a!) pending, Tensor hidden_states, Tensor? scales, Tensor topk_ids, "
+    "Tensor topk_weights, Tensor[] extra_payloads, Tensor? global_scale, int handle, int channel, "
+    "Tensor? is_padding=None, SymInt? max_tokens=None, Tensor? active_ranks=None, "
+    "Tensor? expert_counts=None) -> (Tensor topk_ids, Tensor topk_weights, "
+    "Tensor hidden_states, Tensor recv_counts, Tensor send_slots)",
+    "received_scales": "Tensor recv_counts, int handle, int channel, SymInt? max_tokens=None) "
+    "-> Tensor",
+    "received": "Tensor recv_counts, Tensor like, int index, int handle, int channel, "
+    "SymInt? max_tokens=None) -> Tensor",
+    "received_expert_counts": "Tensor recv_counts, int handle, int channel) -> Tensor",
+    "combine": "Tensor(a!) pending, Tensor expert_output, Tensor send_slots, int handle, "
+    "int channel, SymInt? hidden_size=None, Tensor? add=None, float scale=1.) -> Tensor",
+    "combine_out": "Tensor(a!) pending, Tensor expert_output, Tensor send_slots, "
+    "Tensor(b!) output, int handle, int channel, SymInt? hidden_size=None, Tensor? add=None, "
+    "float scale=1.) -> ()",
+}
+
+
+def config(**values: Any) -> AllToAllConfig:
+    usual: dict[str, Any] = {
+        "ep_size": 1,
+        "ep_rank": 0,
+        "num_experts": 6,
+        "top_k": 3,
+        "hidden_size": 24,
+        "max_tokens_per_rank": CAPACITY,
+        "dtype": torch.float32,
+        "timeout_s": 120,
+    }
+    return AllToAllConfig(**{**usual, **values})
+
+
+@pytest.fixture
+def layer() -> Iterator[MoeAllToAll]:
+    (group,) = ThreadGroup.ranks(1)
+    options = config(extra_payload_bytes=(5,), num_expert_counts=2)
+    with MoeAllToAll.create(options, group) as exchange:
+        yield exchange
+
+
+def inputs(num_tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return random_inputs(config(), num_tokens, torch.Generator().manual_seed(seed))
+
+
+def dispatch_arguments(layer: MoeAllToAll) -> tuple[Any, ...]:
+    hidden, ids, weights = inputs(7)
+    extra = torch.arange(35, dtype=torch.uint8).view(7, 5)
+    pending = torch.zeros_like(layer._layer.workspace.pending)
+    alone = rank_mask((0,), 1)
+    optional = (None, None, alone, torch.tensor([3, 4], dtype=torch.int32))
+    return (pending, hidden, None, ids, weights, [extra], None, layer._layer.handle, 0, *optional)
+
+
+def combine_arguments(layer: MoeAllToAll) -> tuple[Any, ...]:
+    received = ops.dispatch(*dispatch_arguments(layer))
+    pending = torch.full_like(layer._layer.workspace.pending, layer._layer.handle)
+    rows = torch.randn(CAPACITY, 24)
+    return (pending, rows, received[-1])
+
+
+def test_schemas() -> None:
+    """Compiled graphs and vLLM's cache of them hold calls in this form: a change breaks them."""
+    of = {name: str(getattr(torch.ops.moe_nvlink, name).default._schema) for name in SCHEMAS}
+    assert of == {name: f"moe_nvlink::{name}({schema}" for name, schema in SCHEMAS.items()}
+
+
+def test_opcheck_dispatch(layer: MoeAllToAll) -> None:
+    opcheck_dispatch(layer, dispatch_arguments(layer))
+
+
+def test_opcheck_received(layer: MoeAllToAll) -> None:
+    arguments = dispatch_arguments(layer)
+    counts = ops.dispatch(*arguments)[3]
+    like = arguments[5][0]
+    torch.library.opcheck(
+        torch.ops.moe_nvlink.received.default, (counts, like, 0, layer._layer.handle, 0)
+    )
+
+
+def test_opcheck_received_expert_counts(layer: MoeAllToAll) -> None:
+    counts = ops.dispatch(*dispatch_arguments(layer))[3]
+    assert ops.received_expert_counts(counts, layer._layer.handle, 0).tolist() == [[3, 4]]
+    torch.library.opcheck(
+        torch.ops.moe_nvlink.received_expert_counts.default, (counts, layer._layer.handle, 0)
+    )
+
+
+def test_opcheck_combine(layer: MoeAllToAll) -> None:
+    arguments = (*combine_arguments(layer), layer._layer.handle, 0)
+    torch.library.opcheck(torch.ops.moe_nvlink.combine.default, arguments)
+
+
+def test_opcheck_combine_out(layer: MoeAllToAll) -> None:
+    arguments = (*combine_arguments(layer), torch.empty(7, 24), layer._layer.handle, 0)
+    torch.library.opcheck(torch.ops.moe_nvlink.combine_out.default, arguments)
+
+
+def test_opcheck_combine_with_add(layer: MoeAllToAll) -> None:
+    arguments = (*combine_arguments(layer), layer._layer.handle, 0, None, torch.randn(7, 24), 2.5)
+    torch.library.opcheck(torch.ops.moe_nvlink.combine.default, arguments)
+
+
+def test_opcheck_combine_out_with_add(layer: MoeAllToAll) -> None:
+    arguments = (*combine_arguments(layer), torch.empty(7, 24), layer._layer.handle, 0)
+    finish = {"add": torch.randn(7, 24), "scale": -0.5}
+    torch.library.opcheck(torch.ops.moe_nvlink.combine_out.default, arguments, finish)
+
+
+def test_fakes_refuse_another_device(layer: MoeAllToAll) -> None:
+    """On meta torch runs the fake instead of the op."""
+    elsewhere = torch.empty(7, 24, device="meta")
+    arguments = combine_arguments(layer)
+    with pytest.raises(InputError, match="is on meta"):
+        ops.combine(*arguments, layer._layer.handle, 0, add=elsewhere)
+    with pytest.raises(InputError, match="is on meta"):
+        ops.combine_out(*arguments, torch.empty(7, 24), layer._layer.handle, 0, add=elsewhere)
+
+
+class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the names of our ops."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "moe_nvlink":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    """Sees calls of torch's functions and ops, and changes nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_ops_run_where_somebody_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An eager verb that nobody sees takes the short way, and returns the same."""
+    called: list[str] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            called.append(name)
+            return original[name](*arguments)
+
+        return call
+
+    original: dict[str, Any] = {name: getattr(ops, name) for name in ("dispatch", "combine")}
+    for name in original:
+        monkeypatch.setattr(ops, name, noted(name))
+
+    def verbs(hidden: torch.Tensor) -> tuple[list[str], torch.Tensor]:
+        called.clear()
+        received = exchange.dispatch(hidden, ids, weights)
+        output = exchange.combine(received.hidden_states.detach().clone(), received.metadata)
+        return list(called), output
+
+    hidden, ids, weights = inputs(7)
+    (group,) = ThreadGroup.ranks(1)
+    with MoeAllToAll.create(config(), group) as exchange:
+        nobody, expected = verbs(hidden)
+        with Names() as seen:
+            by_mode, output = verbs(hidden)
+        with torch.profiler.profile() as profile:
+            by_profiler, _ = verbs(hidden)
+        called.clear()
+        with pytest.raises(InputError, match="hidden_states requires a gradient"):
+            exchange.dispatch(hidden.clone().requires_grad_(), ids, weights)
+        by_autograd = list(called)
+        by_subclass, _ = verbs(torch.nn.Parameter(hidden, requires_grad=False))
+        with torch.no_grad():
+            unrecorded, _ = verbs(hidden.clone().requires_grad_())
+        with Functions():
+            by_function_mode, _ = verbs(hidden)
+        by_negative, negated = verbs(torch._neg_view(-hidden))
+        # Where a transform cannot take an op, it says so; the kernel must not see its tensors.
+        called.clear()
+        with pytest.raises(RuntimeError):
+            torch.func.functionalize(lambda rows: exchange.dispatch(rows, ids, weights))(hidden)
+        by_transform = list(called)
+    assert by_function_mode == ["dispatch", "combine"]
+    assert by_negative[0] == by_transform[0] == "dispatch"
+    assert torch.equal(negated, expected)
+    assert (nobody, unrecorded) == ([], [])
+    assert by_mode == by_profiler == seen.names == ["dispatch", "combine"]
+    assert by_autograd[0] == by_subclass[0] == "dispatch"
+    assert {f"moe_nvlink::{name}" for name in original} <= {e.name for e in profile.events() or ()}
+    assert torch.equal(output, expected)
+
+
+def test_derivatives_are_refused() -> None:
+    """Neither forward-mode AD nor torch.func.grad can pass the exchange, and would get zeros."""
+    hidden, ids, weights = inputs(7)
+    (group,) = ThreadGroup.ranks(1)
+    with MoeAllToAll.create(config(), group) as layer:
+
+        def loss(rows: torch.Tensor) -> torch.Tensor:
+            return layer.dispatch(rows, ids, weights).hidden_states.sum()
+
+        with pytest.raises(InputError, match="a derivative of hidden_states"):
+            torch.func.grad(loss)(hidden)
+        with forward_ad.dual_level():
+            make_dual: Callable[..., torch.Tensor] = forward_ad.make_dual
+            dual = make_dual(hidden, torch.ones_like(hidden))
+            for verb in (layer.dispatch, layer.dispatch_async):
+                with pytest.raises(InputError, match="a derivative of hidden_states"):
+                    verb(dual, ids, weights)
+            received = layer.dispatch(hidden, ids, weights)
+            rows = make_dual(torch.zeros(CAPACITY, 24), torch.ones(CAPACITY, 24))
+            with pytest.raises(InputError, match="a derivative of expert_output"):
+                layer.combine(rows, received.metadata)
+
+
+def frames_of(verb: Callable[[], Any]) -> tuple[int, Any]:
+    """Return how many Python functions a call enters, and what it returns."""
+    entered: list[str] = []
+
+    def note(frame: Any, event: str, _argument: Any) -> None:
+        if event == "call":
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        result = verb()
+    finally:
+        sys.setprofile(None)
+    return len(entered) - 1, result  # without the lambda
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_eager_verbs_enter_few_functions(more: bool) -> None:
+    """On the host an eager call costs about what the functions cost that it enters."""
+    values: dict[str, Any] = {"extra_payload_bytes": (4,), "num_expert_counts": 6} if more else {}
+    extras = [torch.zeros(7, dtype=torch.int32)] if more else []
+    (group,), tokens = ThreadGroup.ranks(1), inputs(7)
+    with MoeAllToAll.create(config(**values), group) as layer, torch.inference_mode():
+        region = layer.combine_input()
+        for _ in range(3):  # start-up lasts for two rounds
+            sent, received = frames_of(lambda: layer.dispatch(*tokens, extras))
+            summed, _ = frames_of(lambda: layer.combine(region, received.metadata))  # noqa: B023
+    assert sent <= (32 if more else 26)
+    assert summed <= 20
+
+
+# Compiled layers.
+
+
+def moe_layer(
+    exchange: MoeAllToAll,
+    experts: torch.Tensor,
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    region: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Router weights times expert matrices, over this rank's experts."""
+    received = exchange.dispatch(torch.relu(hidden), ids, weights)
+    first, end = local_expert_range(
+        exchange.config.num_experts, exchange.config.ep_size, exchange.config.ep_rank
+    )
+    rows = torch.zeros_like(received.hidden_states)
+    for expert in range(first, end):
+        weight = (received.topk_weights * (received.topk_ids == expert)).sum(1)
+        partial = received.hidden_states @ experts[expert]
+        rows = rows + torch.where(weight[:, None] != 0, weight[:, None] * partial, 0.0)
+    if region is not None:
+        rows = region.copy_(rows)
+    return exchange.combine(rows, received.metadata) * 2.0
+
+
+@pytest.fixture
+def plain_layer() -> Iterator[MoeAllToAll]:
+    torch._dynamo.reset()
+    (group,) = ThreadGroup.ranks(1)
+    with MoeAllToAll.create(config(), group) as exchange:
+        yield exchange
+
+
+EXPERTS = torch.randn(6, 24, 24, generator=torch.Generator().manual_seed(9))
+
+
+def test_memory_for_the_experts_within_a_graph(plain_layer: MoeAllToAll) -> None:
+    """A whole graph may ask for combine_input() itself."""
+    hidden, ids, weights = inputs(7)
+
+    def layer(hidden: torch.Tensor) -> torch.Tensor:
+        received = plain_layer.dispatch(hidden, ids, weights)
+        rows = plain_layer.combine_input(metadata=received.metadata)
+        return plain_layer.combine(rows.copy_(received.hidden_states * 2), received.metadata)
+
+    expected = layer(hidden)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(hidden), expected)
+
+
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_compiled_whole_with_any_number_of_tokens(
+    plain_layer: MoeAllToAll, zero_copy: bool
+) -> None:
+    """One graph without breaks serves every token count; recompiling per value would fail here."""
+    counter = CompileCounterWithBackend("aot_eager")
+    region = plain_layer.combine_input() if zero_copy else None
+
+    def layer(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return moe_layer(plain_layer, EXPERTS, hidden, ids, weights, region=region)
+
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    for number, num_tokens in enumerate((7, 16, 2, 9, 3, 15, 8)):
+        arguments = inputs(num_tokens, number)
+        expected = layer(*arguments)
+        torch.testing.assert_close(compiled(*arguments), expected, rtol=0, atol=0)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_one_graph_for_no_token_one_and_many(plain_layer: MoeAllToAll, backend: str) -> None:
+    """Of sizes that dynamo may not look at; with dynamic=True alone 0 and 1 have a graph each."""
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(
+        lambda *tensors: moe_layer(plain_layer, EXPERTS, *tensors), backend=counter, fullgraph=True
+    )
+    for number, num_tokens in enumerate((7, 0, 1, 16, 2)):
+        arguments = inputs(num_tokens, number)
+        expected = moe_layer(plain_layer, EXPERTS, *arguments)
+        for tensor in arguments:
+            torch._dynamo.decorators.mark_unbacked(tensor, 0)
+        torch.testing.assert_close(compiled(*arguments), expected)
+    assert counter.frame_count == 1
+
+
+def test_compiled_with_automatic_dynamic_shapes(plain_layer: MoeAllToAll) -> None:
+    """Without dynamic=True: the first graph is for one size, the second for all the others."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda *tensors: moe_layer(plain_layer, EXPERTS, *tensors), backend=counter, fullgraph=True
+    )
+    for number, num_tokens in enumerate((7, 16, 2, 9, 3)):
+        arguments = inputs(num_tokens, number)
+        expected = moe_layer(plain_layer, EXPERTS, *arguments)
+        torch.testing.assert_close(compiled(*arguments), expected, rtol=0, atol=0)
+    assert counter.frame_count == 2
+
+
+def test_two_layers_in_one_graph_keep_their_order(plain_layer: MoeAllToAll) -> None:
+    """Nothing but the op's own arguments tells the compiler that the second comes second."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def both(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        middle = moe_layer(plain_layer, EXPERTS, hidden, ids, weights)
+        # Independent of the first, but for the exchange they share.
+        return moe_layer(plain_layer, EXPERTS, hidden + 1.0, ids, weights) + middle
+
+    compiled = torch.compile(both, backend=counter, fullgraph=True, dynamic=True)
+    for num_tokens in (5, 11):
+        arguments = inputs(num_tokens)
+        torch.testing.assert_close(compiled(*arguments), both(*arguments), rtol=0, atol=0)
+    assert counter.frame_count == 1
+
+
+def test_compiled_by_inductor(plain_layer: MoeAllToAll) -> None:
+    def layer(*tensors: torch.Tensor) -> torch.Tensor:
+        return moe_layer(plain_layer, EXPERTS, *tensors)
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for number, num_tokens in enumerate((6, 13)):
+        arguments = inputs(num_tokens, number)
+        expected = layer(*arguments)
+        torch.testing.assert_close(compiled(*arguments), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiled_with_shared_experts(plain_layer: MoeAllToAll, in_place: bool) -> None:
+    """What is added is computed in the graph; with a buffer for both it is overwritten there."""
+    counter = CompileCounterWithBackend("aot_eager")
+    shared = torch.randn(24, 24, generator=torch.Generator().manual_seed(4))
+
+    def layer(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        received = plain_layer.dispatch(hidden, ids, weights)
+        add = torch.relu(hidden @ shared)
+        output = add if in_place else None
+        return plain_layer.combine(
+            received.hidden_states * 2.0, received.metadata, output=output, add=add, scale=2.5
+        )
+
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    for number, num_tokens in enumerate((7, 16, 2)):
+        hidden, ids, weights = inputs(num_tokens, number)
+        expected = hidden * 2.0 * 2.5 + torch.relu(hidden @ shared)
+        found = compiled(hidden, ids, weights)
+        torch.testing.assert_close(found, layer(hidden, ids, weights), rtol=0, atol=0)
+        torch.testing.assert_close(found, expected)
+    assert counter.frame_count == 1
+
+
+# Two ranks.
+
+
+def _in_step(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """The verb, and a barrier behind it.
+
+    opcheck repeats one verb with copies of its arguments. The other verb is missing, which keeps
+    ranks within a round of each other, and so is the refusal, which reads an argument.
+    """
+
+    def call(*arguments: Any) -> Any:
+        result = verb(*arguments)
+        dist.barrier()
+        return result
+
+    return call
+
+
+def _compiled_rank(ep_rank: int, ep_size: int) -> list[bool]:
+    """opcheck of both verbs, then the compiled layer against the eager one, with ragged counts."""
+    mine = config(ep_size=ep_size, ep_rank=ep_rank)
+    equal = []
+    with (
+        MoeAllToAll.create(mine, dist.group.WORLD) as exchange,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for verb in ("start_dispatch", "combine"):
+            patch.setattr(exchange._layer, verb, _in_step(getattr(exchange._layer, verb)))
+        hidden, ids, weights = inputs(4 + ep_rank, ep_rank)
+        pending = torch.zeros(1, dtype=torch.int64)
+        arguments: tuple[Any, ...]
+        arguments = (pending, hidden, None, ids, weights, [], None, exchange._layer.handle, 0)
+        opcheck_dispatch(exchange, arguments)
+        rows = torch.randn(ep_size * CAPACITY, 24)
+        slots = exchange.dispatch(hidden, ids, weights).metadata.send_slots
+        arguments = (
+            torch.full_like(pending, exchange._layer.handle),
+            rows,
+            slots,
+            exchange._layer.handle,
+            0,
+        )
+        torch.library.opcheck(torch.ops.moe_nvlink.combine.default, arguments)
+        exchange._layer.workspace.pending.zero_()
+        patch.undo()
+
+        def layer(*tensors: torch.Tensor) -> torch.Tensor:
+            return moe_layer(exchange, EXPERTS, *tensors)
+
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+        for number in range(4):
+            tensors = inputs((5 * number + 3 * ep_rank) % CAPACITY + 1, 10 * number + ep_rank)
+            equal.append(torch.equal(compiled(*tensors), layer(*tensors)))
+    return equal
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    assert run_processes(2, _compiled_rank, tmp_path) == [[True] * 4] * 2

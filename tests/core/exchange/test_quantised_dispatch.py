@@ -1,0 +1,482 @@
+"""Layers with a quantising recipe or a format of combine: what is taken, refused and counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, QuantisingRecipe
+from moe_nvlink_plugin.errors import ConfigError, DisagreementError, InputError
+from moe_nvlink_plugin.exchange import ops
+from moe_nvlink_plugin.exchange.arguments import quantiser_code
+from moe_nvlink_plugin.recipes import FP8_BLOCK, MXFP8, PayloadRow
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
+from tests.core.exchange.opcheck import opcheck_dispatch
+
+pytestmark = pytest.mark.timeout(120)
+
+HIDDEN, TOP_K, CAPACITY = 256, 2, 8
+
+#: Bytes of a token's row and scales at hidden size 7168.
+BYTES_PER_TOKEN = {
+    "bf16": 14336,
+    "fp8_block": 7168 + 224,
+    "fp8_block_pow2": 7168 + 224,
+    "fp8_token": 7172,
+    "fp8_tensor": 7168,
+    "mxfp8": 7392,
+    "nvfp4": 4032,
+}
+RECIPES = [name for name in BYTES_PER_TOKEN if name != "bf16"]
+
+
+def config(ep_size: int = 1, ep_rank: int = 0, **values: Any) -> AllToAllConfig:
+    usual: dict[str, Any] = {
+        "num_experts": 4,
+        "top_k": TOP_K,
+        "hidden_size": HIDDEN,
+        "max_tokens_per_rank": CAPACITY,
+        "dtype": torch.bfloat16,
+        "timeout_s": 30,
+    }
+    return AllToAllConfig(ep_size=ep_size, ep_rank=ep_rank, **{**usual, **values})
+
+
+def alone(**values: Any) -> MoeAllToAll:
+    (group,) = ThreadGroup.ranks(1)
+    return MoeAllToAll.create(config(**values), group)
+
+
+def inputs(
+    num_tokens: int = 3, hidden_size: int = HIDDEN
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    hidden = torch.randn(num_tokens, hidden_size, generator=generator).bfloat16()
+    ids = torch.tensor([[0, 2]], dtype=torch.int32).repeat(num_tokens, 1)
+    return hidden, ids, torch.ones(num_tokens, TOP_K)
+
+
+def scale_for(layer: MoeAllToAll) -> torch.Tensor | None:
+    recipe = layer.recipe
+    assert isinstance(recipe, QuantisingRecipe)
+    return torch.tensor(3.0) if recipe.needs_global_scale else None
+
+
+@pytest.fixture(params=RECIPES)
+def layer(request: pytest.FixtureRequest) -> Iterator[MoeAllToAll]:
+    with alone(recipe=request.param) as made:
+        yield made
+
+
+# What is taken.
+
+
+def test_activations_and_rows_quantised_before_arrive_alike(layer: MoeAllToAll) -> None:
+    hidden, ids, weights = inputs()
+    recipe = layer.recipe
+    assert isinstance(recipe, QuantisingRecipe)
+    expected = recipe.quantise(hidden, scale_for(layer))
+    for given, scales, global_scale in (
+        (hidden, None, scale_for(layer)),
+        (expected.rows, expected.scales, None),
+    ):
+        received = layer.dispatch(given, ids, weights, scales=scales, global_scale=global_scale)
+        rows = received.hidden_states[:3].view(torch.uint8)
+        assert torch.equal(rows, expected.rows.view(torch.uint8))
+        if expected.scales is None:
+            assert received.scales is None
+        else:
+            assert received.scales is not None
+            assert received.scales.dtype == expected.scales.dtype
+            sent = expected.scales.view(torch.uint8)
+            assert torch.equal(received.scales[:3].view(torch.uint8), sent)
+        combined = layer.combine(layer.combine_input().zero_(), received.metadata)
+        assert combined.dtype == torch.bfloat16
+
+
+def test_layers_of_different_recipes_take_turns_on_one_workspace() -> None:
+    """Their regions lie over each other; a round of one must not look like a round of another."""
+    hidden, ids, weights = inputs(5)
+    with (
+        alone() as plain,
+        sharing(plain, "nvfp4") as fp4,
+        sharing(plain, "mxfp8") as mx,
+    ):
+        for _round in range(3):
+            for layer in (plain, fp4, mx):
+                recipe = layer.recipe
+                scale, expected = None, hidden.view(torch.uint8)
+                if isinstance(recipe, QuantisingRecipe):
+                    scale = scale_for(layer)
+                    expected = recipe.quantise(hidden, scale).rows.view(torch.uint8)
+                received = layer.dispatch(hidden, ids, weights, global_scale=scale)
+                assert torch.equal(received.hidden_states[:5].view(torch.uint8), expected)
+                layer.combine(layer.combine_input(), received.metadata)
+
+
+def sharing(layer: MoeAllToAll, recipe: str) -> MoeAllToAll:
+    (group,) = ThreadGroup.ranks(1)
+    return MoeAllToAll.create(config(recipe=recipe), group, share_with=layer)
+
+
+@pytest.mark.parametrize("name", BYTES_PER_TOKEN)
+def test_bytes_that_travel(name: str) -> None:
+    """From the kernels' counters, beside the ids and weights of each row."""
+    with alone(recipe=name, hidden_size=7168) as layer:
+        hidden, ids, weights = inputs(4, 7168)
+        scale = torch.tensor(1.0) if name in ("fp8_tensor", "nvfp4") else None
+        layer.dispatch(hidden, ids, weights, global_scale=scale)
+        per_row = layer.stats().bytes_dispatched / layer.stats().destinations
+        assert per_row == BYTES_PER_TOKEN[name] + 8 * TOP_K
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_per_row"),
+    [("bf16", 14336), ("fp8_block", 7168 + 224), ("nvfp4", 3584 + 448 + 4), ("fp8_tensor", 7168)],
+)
+def test_bytes_that_travel_back(name: str, bytes_per_row: int) -> None:
+    with alone(combine=name, hidden_size=7168) as layer:
+        received = layer.dispatch(*inputs(4, 7168))
+        layer.combine(layer.combine_input(), received.metadata)
+        assert layer.stats().bytes_combined == 4 * bytes_per_row
+        # What a reduce-scatter would have moved is not less for it: its rows are not quantised.
+        assert layer.stats().bytes_reducescatter == 0
+
+
+def test_no_tokens(layer: MoeAllToAll) -> None:
+    hidden, ids, weights = inputs(0)
+    received = layer.dispatch(hidden, ids, weights, global_scale=scale_for(layer))
+    assert received.recv_counts.tolist() == [0]
+    assert layer.combine(layer.combine_input(), received.metadata).shape == (0, HIDDEN)
+
+
+# Compiled.
+
+
+def test_opcheck(layer: MoeAllToAll) -> None:
+    hidden, ids, weights = inputs()
+    pending = torch.zeros_like(layer._layer.workspace.pending)
+    arguments: tuple[Any, ...]
+    arguments = (pending, hidden, None, ids, weights, [], scale_for(layer), layer._layer.handle, 0)
+    opcheck_dispatch(layer, arguments)
+    counts = ops.dispatch(torch.zeros_like(pending), *arguments[1:])[3]
+    if layer.recipe.scales_row(HIDDEN) is not None:
+        torch.library.opcheck(
+            torch.ops.moe_nvlink.received_scales.default, (counts, layer._layer.handle, 0)
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("fp8_block", "column_major"), ("nvfp4", "interleaved")]
+)
+def test_opcheck_of_what_experts_read(name: str, layout: str) -> None:
+    with alone(recipe=name, scales_layout=layout, received_ids="elsewhere") as layer:
+        hidden, ids, weights = inputs()
+        pending = torch.zeros_like(layer._layer.workspace.pending)
+        mask = torch.tensor([False, True, False])
+        arguments: tuple[Any, ...]
+        arguments = (
+            pending,
+            hidden,
+            None,
+            ids,
+            weights,
+            [],
+            scale_for(layer),
+            layer._layer.handle,
+            0,
+        )
+        opcheck_dispatch(layer, (*arguments, mask))
+        counts = ops.dispatch(torch.zeros_like(pending), *arguments[1:], mask)[3]
+        torch.library.opcheck(
+            torch.ops.moe_nvlink.received_scales.default, (counts, layer._layer.handle, 0)
+        )
+
+
+def test_compiled_as_eager() -> None:
+    with alone(recipe="mxfp8", combine="fp8_block") as layer:
+        recipe = layer.recipe
+        assert isinstance(recipe, QuantisingRecipe)
+
+        def moe(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            received = layer.dispatch(torch.relu(hidden), ids, weights)
+            rows = recipe.dequantise(received.hidden_states, received.scales, torch.bfloat16)
+            return layer.combine(rows * 0.5, received.metadata) + 1.0
+
+        counter = CompileCounterWithBackend("inductor")
+        compiled = torch.compile(moe, backend=counter, fullgraph=True, dynamic=True)
+        for num_tokens in (3, 5, 8):
+            given = inputs(num_tokens)
+            assert torch.equal(compiled(*given), moe(*given))
+        assert counter.frame_count == 1
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"recipe": "fp8_block", "hidden_size": 192}, "hidden_size=192 is not a multiple of 128"),
+        ({"recipe": "mxfp8", "hidden_size": 48}, "hidden_size=48 is not a multiple of 32"),
+        ({"recipe": "nvfp4", "hidden_size": 24}, "hidden_size=24 is not a multiple of 16"),
+        ({"combine": "fp8_block", "hidden_size": 192}, "multiple of 128, got 192"),
+        ({"combine": "nvfp4", "hidden_size": 24}, "multiple of 16, got 24"),
+        ({"combine": "fp8_tensor", "hidden_size": 24}, "multiple of 16, got 24"),
+        ({"combine": "fp8"}, "combine='fp8'.*bf16, fp8_block, nvfp4, fp8_tensor"),
+        ({"combine": "bf16", "combine_scale": 2.0}, "combine_scale=2.0 with combine='bf16'"),
+        *(
+            ({"combine": "fp8_tensor", "combine_scale": bad}, "combine_scale=.* from 2.-100 to")
+            for bad in (0.0, -1.0, 2.0**-101, 2.0**101, math.nan, math.inf, True, "1", None)
+        ),
+        ({"recipe": "fp4"}, "recipe='fp4' is unknown.*nvfp4"),
+    ],
+)
+def test_configurations_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        alone(**values)
+
+
+def test_a_quantiser_that_the_kernels_do_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(MXFP8), "quantiser", "Mxfp9")
+    with pytest.raises(ConfigError, match="recipe mxfp8 names quantiser 'Mxfp9'.*\"None\""):
+        alone(recipe="mxfp8")
+
+
+def test_combine_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_NVLINK_COMBINE", "nvfp4")
+    assert config().combine == "nvfp4"
+    assert config(combine="bf16").combine == "bf16"
+    monkeypatch.setenv("MOE_NVLINK_COMBINE", "int8")
+    with pytest.raises(ConfigError, match="combine='int8' \\(MOE_NVLINK_COMBINE\\)"):
+        config()
+
+
+class Borrower:
+    """A stranger's recipe that names our quantiser for other rows than that makes."""
+
+    name = "fp8_half"
+    activation_dtypes = (torch.bfloat16,)
+    needs_global_scale = False
+    quantiser = "Fp8Block"
+
+    def hidden_row(self, hidden_size: int) -> PayloadRow:
+        return PayloadRow(torch.uint8, hidden_size // 2)
+
+    def scales_row(self, hidden_size: int) -> PayloadRow:
+        return PayloadRow(torch.float32, hidden_size // 128)
+
+    quantise = dequantise = FP8_BLOCK.quantise
+
+
+def test_a_quantiser_that_makes_other_rows() -> None:
+    """The kernel would write past the end of those that the recipe has room for."""
+    with pytest.raises(ConfigError, match="recipe fp8_half names quantiser 'Fp8Block' for rows"):
+        quantiser_code(Borrower(), HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [("recipe", ("mxfp8", "fp8_block")), ("combine", ("bf16", "fp8_block"))],
+)
+def test_ranks_that_differ(field: str, values: tuple[str, str]) -> None:
+    def rank_main(group: ThreadGroup) -> None:
+        MoeAllToAll.create(config(2, group.rank, **{field: values[group.rank]}), group)
+
+    for outcome in try_ranks(2, rank_main):
+        assert isinstance(outcome, DisagreementError), repr(outcome)
+        assert f"{field}: rank 0 has {values[0]}, rank 1 has {values[1]}" in str(outcome)
+
+
+@pytest.mark.parametrize("values", [{"recipe": "fp8_block"}, {"received_ids": "elsewhere"}])
+def test_ranks_in_layers_of_different_formats(values: dict[str, Any]) -> None:
+    """Same geometry, but rows of other bytes: they must not be taken for each other's."""
+
+    def rank_main(group: ThreadGroup) -> None:
+        with (
+            MoeAllToAll.create(config(2, group.rank), group) as plain,
+            MoeAllToAll.create(config(2, group.rank, **values), group, share_with=plain) as other,
+        ):
+            (plain, other)[group.rank].dispatch(*inputs())
+
+    for outcome in try_ranks(2, rank_main):
+        assert isinstance(outcome, DisagreementError), repr(outcome)
+        assert "another geometry" in str(outcome)
+        assert "received_ids=" in str(outcome)
+
+
+ROWS = torch.zeros(3, HIDDEN, dtype=torch.float8_e4m3fn)
+SCALES = torch.ones(3, HIDDEN // 128)
+
+BAD_FP8_BLOCK: dict[str, tuple[dict[str, Any], str]] = {
+    "rows without scales": ({"hidden_states": ROWS}, "recipe fp8_block needs scales"),
+    "activations with scales": ({"scales": SCALES}, "takes activations of torch.bfloat16 without"),
+    "activations of another type": (
+        {"hidden_states": torch.zeros(3, HIDDEN)},
+        "has dtype torch.float32; recipe fp8_block takes activations of torch.bfloat16",
+    ),
+    "activations of another width": (
+        {"hidden_states": torch.zeros(3, 128).bfloat16()},
+        r"hidden_states has shape \[3, 128\], expected \[3, 256\]",
+    ),
+    "activations with gaps": (
+        {"hidden_states": torch.zeros(3, 2 * HIDDEN).bfloat16()[:, ::2]},
+        "hidden_states is not contiguous",
+    ),
+    "too many activations": (
+        {"hidden_states": torch.zeros(9, HIDDEN).bfloat16()},
+        "9 tokens exceed max_tokens_per_rank=8",
+    ),
+    "scales of another shape": (
+        {"hidden_states": ROWS, "scales": torch.ones(3, 3)},
+        r"scales has shape \[3, 3\], expected \[3, 2\]",
+    ),
+    "scales of another type": (
+        {"hidden_states": ROWS, "scales": SCALES.double()},
+        "scales has dtype torch.float64, expected torch.float32",
+    ),
+    "scales in columns": (
+        {"hidden_states": ROWS, "scales": torch.ones(2, 3).T},
+        r"scales is not contiguous \(strides \[1, 3\]\)",
+    ),
+    "scales on meta": (
+        {"hidden_states": ROWS, "scales": SCALES.to("meta")},
+        "scales is on meta, this exchange works on cpu",
+    ),
+    "a global scale": (
+        {"global_scale": torch.tensor(1.0)},
+        "recipe fp8_block takes no global_scale here",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FP8_BLOCK)
+def test_calls_refused(name: str) -> None:
+    changes, message = BAD_FP8_BLOCK[name]
+    hidden, ids, weights = inputs()
+    with alone(recipe="fp8_block") as layer:
+        given: dict[str, Any] = {"hidden_states": hidden, "topk_ids": ids, "topk_weights": weights}
+        with pytest.raises(InputError, match=message):
+            layer.dispatch(**{**given, **changes})
+        received = layer.dispatch(**given)  # nothing was sent, nothing is pending
+        layer.combine(layer.combine_input(), received.metadata)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_tensor", "nvfp4"])
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (None, "needs global_scale, one fp32 number for the whole tensor"),
+        (torch.tensor(0.0), "global_scale=0.0"),
+        (torch.tensor(-1.0), "global_scale=-1.0"),
+        (torch.tensor(float("nan")), "global_scale=nan"),
+        (torch.tensor(float("inf")), "global_scale=inf"),
+        (torch.tensor(1.0, dtype=torch.float64), "dtype torch.float64"),
+        (torch.ones(2), r"shape \[2\]"),
+        (torch.empty((), device="meta"), "is on meta"),
+    ],
+)
+def test_global_scales_refused(recipe: str, scale: torch.Tensor | None, message: str) -> None:
+    hidden, ids, weights = inputs()
+    with alone(recipe=recipe) as layer, pytest.raises(InputError, match=message):
+        layer.dispatch(hidden, ids, weights, global_scale=scale)
+
+
+def test_a_scale_that_turns_bad_is_seen() -> None:
+    hidden, ids, weights = inputs()
+    scale = torch.ones(1)
+    with alone(recipe="nvfp4") as layer:
+        received = layer.dispatch(hidden, ids, weights, global_scale=scale)
+        layer.combine(layer.combine_input(), received.metadata)
+        scale.zero_()
+        with pytest.raises(InputError, match="global_scale=0.0"):
+            layer.dispatch(hidden, ids, weights, global_scale=scale)
+
+
+def test_scales_are_seen_once_each() -> None:
+    """What spares a GPU the wait; also of tensors that have no version, as in inference mode."""
+    with alone(recipe="nvfp4") as made:
+        layer, scale = made._layer, torch.ones(1)
+        with torch.inference_mode():
+            other = torch.ones(1)
+        assert [layer.first_sight(one) for one in (scale, scale, other, other)] == [
+            True,
+            False,
+            True,
+            False,
+        ]
+        scale.fill_(2.0)
+        assert layer.first_sight(scale)
+
+
+def test_experts_output_of_another_type() -> None:
+    """combine quantises and reduces config.dtype, nothing else."""
+    with alone(combine="fp8_block") as layer:
+        received = layer.dispatch(*inputs())
+        with pytest.raises(InputError, match=r"combine_input of torch.float16.*torch.bfloat16"):
+            layer.combine_input(torch.float16)
+        with pytest.raises(InputError, match="expert_output has dtype torch.float32"):
+            layer.combine(torch.zeros(CAPACITY, HIDDEN), received.metadata)
+
+
+def test_ranks_that_would_scale_differently() -> None:
+    """The scale does not travel, so ranks must agree on it before a row does."""
+
+    def rank_main(group: ThreadGroup) -> None:
+        mine = config(2, group.rank, combine="fp8_tensor", combine_scale=1.0 + group.rank)
+        with pytest.raises(DisagreementError, match="combine_scale"):
+            MoeAllToAll.create(mine, group)
+
+    run_ranks(2, rank_main)
+
+
+def test_a_factor_that_combine_scale_makes_too_large() -> None:
+    """combine_scale multiplies the sums together with scale."""
+    with alone(combine="fp8_tensor", combine_scale=2.0**10) as layer:
+        hidden, ids, weights = inputs(4)
+        received = layer.dispatch(hidden, ids, weights)
+        rows = received.hidden_states.clone()
+        with pytest.raises(InputError, match="scale=1e\\+36 is no finite number of float32"):
+            layer.combine(rows, received.metadata, scale=1e36)
+        sums = layer.combine(rows, received.metadata, scale=1e35)
+        assert bool(sums.isfinite().all())
+
+
+@pytest.mark.parametrize("combine", ["bf16", "fp8_block"])
+def test_counts_that_the_caller_overwrites(combine: str) -> None:
+    """Dispatched.recv_counts is the caller's; the experts' rows elsewhere are still all copied."""
+    hidden, ids, weights = inputs(6)
+
+    def rank_main(group: ThreadGroup) -> torch.Tensor:
+        with MoeAllToAll.create(config(2, group.rank, combine=combine), group) as layer:
+            received = layer.dispatch(hidden, ids, weights)
+            received.recv_counts.zero_()
+            layer.combine_input().fill_(99.0)
+            return layer.combine(torch.ones(2 * CAPACITY, HIDDEN).bfloat16(), received.metadata)
+
+    for result in run_ranks(2, rank_main):
+        assert torch.equal(result, torch.full_like(result, 2.0))
+
+
+def test_two_ranks_in_every_format() -> None:
+    """Experts that return what they got: the sum of a token's two partial rows, up to rounding."""
+    hidden, ids, weights = inputs(6)
+
+    def rank_main(group: ThreadGroup) -> list[torch.Tensor]:
+        results = []
+        for combine in ("bf16", "fp8_block", "nvfp4", "fp8_tensor"):
+            with MoeAllToAll.create(config(2, group.rank, combine=combine), group) as layer:
+                received = layer.dispatch(hidden, ids, weights)
+                results.append(layer.combine(received.hidden_states.clone(), received.metadata))
+        return results
+
+    for plain, fp8, fp4, cast in run_ranks(2, rank_main):
+        assert torch.equal(plain, 2 * hidden)
+        peak = 2 * hidden.abs().max().item()
+        for result, share in ((fp8, 1 / 16), (fp4, 1 / 4), (cast, 1 / 16)):
+            assert 0 < (result - plain).abs().max().item() < share * peak

@@ -1,0 +1,309 @@
+"""What layers, channels and threads that share a workspace may and may not do to each other."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin.errors import (
+    CompileError,
+    ConfigError,
+    DisagreementError,
+    ExchangeStateError,
+    ExchangeTimeoutError,
+    PeerError,
+    TransportError,
+)
+from moe_nvlink_plugin.jit.host import HostLibrary
+from moe_nvlink_plugin.memory.workspace import Workspace
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
+from moe_nvlink_plugin.transport.host import HostMemory
+from tests.core.exchange.small_exchange import HIDDEN, assert_still_works, config, good
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def plain() -> dict[str, Any]:
+    return {**good(), "extra_payloads": ()}
+
+
+def test_a_workspace_of_another_group_is_refused() -> None:
+    """Its window has no place for the second rank: the kernel would write beyond it."""
+    (alone,) = ThreadGroup.ranks(1)
+    with MoeAllToAll.create(config(), alone) as single:
+
+        def rank_main(group: ThreadGroup) -> None:
+            MoeAllToAll.create(config(2, group.rank), group, share_with=single)
+
+        outcomes = try_ranks(2, rank_main)
+        assert isinstance(outcomes[0], ConfigError)
+        assert "share_with belongs to" in str(outcomes[0])
+        assert isinstance(outcomes[1], ConfigError)
+
+
+def test_a_layer_that_grows_within_what_is_mapped() -> None:
+    """Regions come in whole pages, so a row of a few bytes more may need no more memory."""
+
+    def rank_main(group: ThreadGroup) -> tuple[int, int]:
+        small, wide = (config(2, group.rank, hidden_size=HIDDEN + more) for more in (0, 1))
+        with MoeAllToAll.create(small, group) as first:
+            before = first.workspace_bytes
+            with MoeAllToAll.create(wide, group, share_with=first) as second:
+                rows = {**plain(), "hidden_states": torch.ones(3, HIDDEN + 1)}
+                for layer, inputs in ((second, rows), (first, plain())):
+                    received = layer.dispatch(**inputs)
+                    combined = layer.combine(received.hidden_states, received.metadata)
+                    assert torch.equal(combined, inputs["hidden_states"])
+                return before, second.workspace_bytes
+
+    for before, after in run_ranks(2, rank_main):
+        assert before == after, "the case this test is about"
+
+
+@pytest.mark.parametrize("small_tokens", [0, 8], ids=["bulk", "small"])
+def test_layers_of_equal_geometry_in_different_order(small_tokens: int) -> None:
+    """They have numbers, which count those that have been closed too."""
+
+    def rank_main(group: ThreadGroup) -> None:
+        mine = config(2, group.rank, small_tokens=small_tokens)
+        with (
+            MoeAllToAll.create(mine, group) as first,
+            MoeAllToAll.create(mine, group, share_with=first) as second,
+            MoeAllToAll.create(mine, group, share_with=first) as third,
+        ):
+            second.close()
+            for layer in (first, third):
+                received = layer.dispatch(**plain())
+                layer.combine(received.hidden_states, received.metadata)
+            try:
+                (first, third)[group.rank].dispatch(**plain())
+            finally:
+                group.all_gather_object(None)
+
+    for rank, outcome in enumerate(try_ranks(2, rank_main)):
+        assert isinstance(outcome, DisagreementError), repr(outcome)
+        said = f"used another layer, maybe of another geometry, than rank {rank} (layer number "
+        assert f"{said}{2 * rank} of its workspace, " in str(outcome)
+        assert "must call the same layers in the same order" in str(outcome)
+
+
+def test_ranks_that_mean_different_workspaces_are_told() -> None:
+    """Rank 0's would have to grow, rank 1's would not: one of them would wait for the other."""
+
+    def rank_main(group: ThreadGroup) -> None:
+        mine = config(2, group.rank)
+        wide = config(2, group.rank, hidden_size=999)
+        with MoeAllToAll.create(mine, group) as small, MoeAllToAll.create(wide, group) as large:
+            mixed = small if group.rank == 0 else large
+            with pytest.raises(DisagreementError, match="share_with: rank 0 has a layer of"):
+                MoeAllToAll.create(wide, group, share_with=mixed)
+            MoeAllToAll.create(wide, group, share_with=small).close()
+
+    run_ranks(2, rank_main)
+
+
+def test_counters_that_cannot_be_read_do_not_keep_a_workspace_open(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU after an illegal access: every copy from it fails."""
+    (group,) = ThreadGroup.ranks(1)
+    layer = MoeAllToAll.create(config(), group)
+    workspace = layer._layer.workspace
+
+    def broken(_self: Workspace[Any]) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Workspace, "stats", broken)
+        layer.close()
+    assert "illegal memory access" in caplog.text
+    with pytest.raises(ExchangeStateError, match="closed"):
+        _ = workspace.memory
+
+
+def test_after_a_timeout_no_layer_of_the_workspace_goes_on() -> None:
+    """Another layer's rows would arrive in the round that the late rank still waits to join."""
+
+    def rank_main(group: ThreadGroup) -> None:
+        mine = config(2, group.rank, timeout_s=0.4)
+        with (
+            MoeAllToAll.create(mine, group) as first,
+            MoeAllToAll.create(mine, group, share_with=first) as second,
+        ):
+            if group.rank == 0:
+                with pytest.raises(ExchangeTimeoutError):
+                    first.dispatch(**plain())
+                with pytest.raises(ExchangeStateError, match="unusable since.*close all layers"):
+                    second.dispatch(**plain())
+            group.all_gather_object(None)
+            error = ExchangeStateError if group.rank == 0 else PeerError
+            with pytest.raises(error, match="unusable since"):
+                MoeAllToAll.create(mine, group, share_with=first)
+
+    run_ranks(2, rank_main)
+
+
+def test_closing_between_dispatch_and_combine_ends_the_workspace() -> None:
+    (group,) = ThreadGroup.ranks(1)
+    first = MoeAllToAll.create(config(), group)
+    with MoeAllToAll.create(config(), group, share_with=first) as second:
+        first.dispatch(**plain())
+        first.close()
+        with pytest.raises(ExchangeStateError, match="closed between its dispatch and its combine"):
+            second.dispatch(**plain())
+
+
+def test_growth_in_the_middle_of_a_round_disturbs_nobody() -> None:
+    """Another layer joins between a dispatch and its combine: rows and addresses stay."""
+
+    def rank_main(group: ThreadGroup) -> bool:
+        with MoeAllToAll.create(config(2, group.rank), group) as small:
+            inputs = plain()
+            received = small.dispatch(**inputs)
+            copies = [tensor.clone() for tensor in received[:1]]
+            before, bytes_before = received.hidden_states.data_ptr(), small.workspace_bytes
+            large = MoeAllToAll.create(
+                config(2, group.rank, hidden_size=5000, num_channels=2), group, share_with=small
+            )
+            with large:
+                assert small.workspace_bytes > bytes_before
+                assert torch.equal(received.hidden_states, copies[0])
+                rows = received.hidden_states.clone()
+                # Both ranks' first expert: the token's row comes back from one rank.
+                same = torch.equal(small.combine(rows, received.metadata), inputs["hidden_states"])
+                again = small.dispatch(**inputs)
+                same = same and again.hidden_states.data_ptr() == before
+                small.combine(again.hidden_states.clone(), again.metadata)
+                wide = {**inputs, "hidden_states": torch.randn(3, 5000)}
+                for channel in range(2):
+                    theirs = large.dispatch(**wide, channel=channel)
+                    output = large.combine(theirs.hidden_states.clone(), theirs.metadata)
+                    same = same and torch.equal(output, wide["hidden_states"])
+            return same
+
+    assert run_ranks(2, rank_main) == [True, True]
+
+
+def test_growth_that_fails_on_one_rank_leaves_both_ranks_working(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 cannot map what the second layer needs."""
+    inner = HostMemory._map_all
+
+    def failing(memory: HostMemory, *arguments: Any) -> None:
+        if memory._group.rank == 1 and armed.is_set():
+            raise TransportError("no room")
+        inner(memory, *arguments)
+
+    armed = threading.Event()
+    monkeypatch.setattr(HostMemory, "_map_all", failing)
+
+    def rank_main(group: ThreadGroup) -> None:
+        with MoeAllToAll.create(config(2, group.rank), group) as small:
+            group.all_gather_object(None)
+            armed.set()
+            error = TransportError if group.rank == 1 else PeerError
+            wide = config(2, group.rank, hidden_size=999)
+            with pytest.raises(error, match="no room"):
+                MoeAllToAll.create(wide, group, share_with=small)
+            group.all_gather_object(None)
+            armed.clear()
+            group.all_gather_object(None)
+            for _ in range(3):
+                inputs = plain()
+                received = small.dispatch(**inputs)
+                rows = received.hidden_states.clone()
+                assert torch.equal(small.combine(rows, received.metadata), inputs["hidden_states"])
+            MoeAllToAll.create(wide, group, share_with=small).close()
+
+    run_ranks(2, rank_main)
+
+
+def test_channels_of_two_threads_do_not_wait_for_each_other() -> None:
+    """Each rank's threads use the channels in the opposite order of the other rank's."""
+
+    def rank_main(group: ThreadGroup) -> list[bool]:
+        mine = config(2, group.rank, num_channels=2, timeout_s=20)
+        results: list[bool] = []
+        with MoeAllToAll.create(mine, group) as layer:
+
+            def use(channel: int, started: threading.Event, other: threading.Event) -> None:
+                started.set()
+                other.wait(5)
+                for _ in range(20):
+                    inputs = plain()
+                    received = layer.dispatch(**inputs, channel=channel)
+                    rows = received.hidden_states.clone()
+                    results.append(
+                        torch.equal(layer.combine(rows, received.metadata), inputs["hidden_states"])
+                    )
+
+            events = [threading.Event(), threading.Event()]
+            order = (0, 1) if group.rank == 0 else (1, 0)
+            threads = [
+                threading.Thread(target=use, args=(channel, events[channel], events[1 - channel]))
+                for channel in order
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        return results
+
+    assert run_ranks(2, rank_main) == [[True] * 40] * 2
+
+
+def test_made_in_inference_mode_used_outside_and_the_other_way_round() -> None:
+    (group,) = ThreadGroup.ranks(1)
+    inputs = plain()
+
+    def use(layer: MoeAllToAll) -> None:
+        received = layer.dispatch(**inputs)
+        rows = layer.combine_input()
+        rows.copy_(received.hidden_states)
+        assert torch.equal(layer.combine(rows, received.metadata), inputs["hidden_states"])
+
+    with torch.inference_mode():
+        inside = MoeAllToAll.create(config(), group)
+        use(inside)
+    use(inside)
+    inside.close()
+    with MoeAllToAll.create(config(extra_payload_bytes=(6,)), group) as outside:
+        with torch.inference_mode():
+            assert_still_works(outside)
+        assert_still_works(outside)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_row_split_over_several_ctas_gives_the_same_bits(num_threads: int) -> None:
+    """hidden_splits is 1 on the host and more at small batch on a GPU; the text is the same."""
+    (group,) = ThreadGroup.ranks(1)
+    size = 1000 + HIDDEN  # several vectors and a rest
+    with MoeAllToAll.create(config(hidden_size=size, num_threads=num_threads), group) as layer:
+        inputs = {**plain(), "hidden_states": torch.randn(3, size)}
+        layer._layer.channel(0)._combine_args.hidden_splits = 3
+        received = layer.dispatch(**inputs)
+        output = torch.full((3, size), torch.nan)
+        layer.combine(received.hidden_states, received.metadata, output=output)
+        assert torch.equal(output, inputs["hidden_states"])
+
+
+def test_threads_that_cannot_be_had_are_an_error_of_create_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found at the first dispatch instead, one rank would raise and the others wait for it."""
+
+    def refuse(_library: HostLibrary, num_threads: int) -> int:
+        raise CompileError(f"cannot start {num_threads} threads; lower num_threads")
+
+    monkeypatch.setattr(HostLibrary, "create_grid", refuse)
+    first, second = try_ranks(
+        2, lambda group: MoeAllToAll.create(config(2, group.rank, num_threads=5), group)
+    )
+    for outcome in (first, second):
+        assert isinstance(outcome, CompileError)
+        assert "cannot start 5 threads" in str(outcome)

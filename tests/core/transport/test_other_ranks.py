@@ -1,0 +1,258 @@
+"""Ranks that disagree, stay away or die: the others are told who, and within the time."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin.errors import (
+    ConfigError,
+    DisagreementError,
+    ExchangeStateError,
+    ExchangeTimeoutError,
+    InputError,
+    PeerError,
+    UnsupportedError,
+)
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
+from tests.core.exchange.small_exchange import (
+    HIDDEN,
+    config,
+    good,
+)
+from tests.support.ranks import run_processes
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("max_tokens_per_rank", (4, 5)),
+        ("num_experts", (4, 6)),
+        ("top_k", (2, 1)),
+        ("hidden_size", (8, 16)),
+        ("dtype", (torch.float32, torch.bfloat16)),
+        ("num_channels", (1, 2)),
+        ("extra_payload_bytes", ((), (4,))),
+        ("timeout_s", (30, 31)),
+    ],
+)
+def test_different_configurations(field: str, values: tuple[Any, Any]) -> None:
+    """Every rank is told, with both values."""
+
+    def rank_main(group: ThreadGroup) -> None:
+        MoeAllToAll.create(config(3, group.rank, **{field: values[group.rank == 1]}), group)
+
+    for outcome in try_ranks(3, rank_main):
+        assert isinstance(outcome, DisagreementError), repr(outcome)
+        told = f"{field}: rank 0 has {values[0]}, rank 1 has {values[1]}, rank 2 has {values[0]}"
+        assert told in str(outcome)
+
+
+def test_threads_may_differ() -> None:
+    def rank_main(group: ThreadGroup) -> int:
+        with MoeAllToAll.create(config(2, group.rank, num_threads=1 + group.rank), group) as each:
+            return each.workspace_bytes
+
+    first, second = run_ranks(2, rank_main)
+    assert first == second > 0
+
+
+def test_sharing_on_one_rank_only() -> None:
+    def rank_main(group: ThreadGroup) -> None:
+        mine = config(2, group.rank)
+        with MoeAllToAll.create(mine, group) as first:
+            MoeAllToAll.create(mine, group, share_with=first if group.rank else None)
+
+    for outcome in try_ranks(2, rank_main):
+        assert isinstance(outcome, DisagreementError)
+        assert "share_with: rank 0 has None, rank 1 has a layer of workspace" in str(outcome)
+
+
+def test_a_configuration_that_does_not_fit_the_group() -> None:
+    def rank_main(group: ThreadGroup) -> None:
+        MoeAllToAll.create(config(2, 0), group)
+
+    outcomes = try_ranks(2, rank_main)
+    assert isinstance(outcomes[0], PeerError)
+    assert "rank 1: ConfigError" in str(outcomes[0])
+    assert isinstance(outcomes[1], ConfigError)
+    assert "this is rank 1" in str(outcomes[1])
+    assert "ep_rank=0" in str(outcomes[1])
+
+
+def test_what_is_not_there() -> None:
+    (group,) = ThreadGroup.ranks(1)
+    with pytest.raises(ConfigError, match="recipe='fp3' is unknown; installed are bf16, fp16, fp3"):
+        MoeAllToAll.create(config(recipe="fp3"), group)
+    with pytest.raises(ConfigError, match="recipe 'bf16' takes activations of torch.bfloat16"):
+        MoeAllToAll.create(config(recipe="bf16"), group)
+    with pytest.raises(ConfigError, match="transport='rdma' is unknown; installed are .*host"):
+        MoeAllToAll.create(config(transport="rdma"), group)
+    with pytest.raises(UnsupportedError, match="no installed transport serves meta ranks"):
+        MoeAllToAll.create(config(), group, "meta")
+    if not torch.cuda.is_available():
+        with pytest.raises(UnsupportedError, match="device cuda: torch .* sees no GPU"):
+            MoeAllToAll.create(config(), group, "cuda")
+    with pytest.raises(InputError, match="group object lacks rank, size, all_gather_object"):
+        MoeAllToAll.create(config(), object())
+
+
+# Ranks that do not come.
+
+
+def check_timeout(error: object, phase: str, epoch: int, late: tuple[int, ...]) -> None:
+    assert isinstance(error, ExchangeTimeoutError), repr(error)
+    assert isinstance(error, TimeoutError)
+    assert (error.phase, error.epoch, error.ranks) == (phase, epoch, late)
+    for words in (f"in {phase} of epoch {epoch}", f"rank(s) {', '.join(map(str, late))}"):
+        assert words in str(error)
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_a_rank_that_never_arrives_is_named(phase: str) -> None:
+    """In the third round ranks 1 and 3 stay away; the others say so, within the time."""
+
+    def rank_main(group: ThreadGroup) -> tuple[float, BaseException | None, BaseException | None]:
+        inputs = {**good(), "extra_payloads": ()}
+        with MoeAllToAll.create(config(4, group.rank, timeout_s=0.6), group) as layer:
+            for _round in range(2):
+                received = layer.dispatch(**inputs)
+                layer.combine(received.hidden_states.clone(), received.metadata)
+            absent = group.rank in (1, 3)
+            if phase == "combine":
+                received = layer.dispatch(**inputs)
+            started = time.monotonic()
+            first = second = None
+            if not absent:
+                try:
+                    if phase == "dispatch":
+                        layer.dispatch(**inputs)
+                    else:
+                        layer.combine(received.hidden_states.clone(), received.metadata)
+                except ExchangeTimeoutError as error:
+                    first = error
+                waited = time.monotonic() - started
+                try:
+                    layer.dispatch(**inputs)
+                except ExchangeStateError as error:
+                    second = error
+            else:
+                waited = 0.0
+            group.all_gather_object(None)  # the absent ranks' memory stays until the end
+            return waited, first, second
+
+    for rank, (waited, first, second) in enumerate(run_ranks(4, rank_main)):
+        if rank in (1, 3):
+            continue
+        check_timeout(first, phase, 3, (1, 3))
+        assert 0.5 < waited < 1.1, "one timeout for all the late ranks, not one for each"
+        assert second is not None, "the exchange went on as if nothing had happened"
+        assert "unusable since" in str(second)
+
+
+def test_a_combined_row_after_a_fault_is_no_number() -> None:
+    """The output of a combine that failed must not look like a result."""
+    outputs = [torch.zeros(3, HIDDEN) for _ in range(2)]
+
+    def rank_main(group: ThreadGroup) -> None:
+        inputs = {**good(), "extra_payloads": ()}
+        with MoeAllToAll.create(config(2, group.rank, timeout_s=0.4), group) as layer:
+            received = layer.dispatch(**inputs)
+            rows = received.hidden_states.clone()
+            if group.rank == 0:
+                with pytest.raises(ExchangeTimeoutError):
+                    layer.combine(rows, received.metadata, output=outputs[0])
+            group.all_gather_object(None)
+
+    run_ranks(2, rank_main)
+    assert bool(outputs[0].isnan().all())
+
+
+def _absent_from_create(ep_rank: int, ep_size: int, folder: str) -> tuple[str, str, float]:
+    """Rank 1 never calls create; rank 0 is to hear which rank is missing."""
+    done = Path(folder, "rank 0 is done")
+    if ep_rank == 1:
+        while not done.exists():
+            time.sleep(0.02)
+        return "", "", 0.0
+    started = time.monotonic()
+    try:
+        MoeAllToAll.create(config(ep_size, ep_rank, timeout_s=2), dist.group.WORLD)
+    except Exception as error:  # carried to the test
+        return type(error).__name__, str(error), time.monotonic() - started
+    finally:
+        done.touch()
+    return "nothing raised", "", 0.0
+
+
+def test_a_rank_that_never_creates(tmp_path: Path) -> None:
+    (name, message, waited), _ = run_processes(2, _absent_from_create, tmp_path, str(tmp_path))
+    assert name == "PeerError", (name, message)
+    assert "1" in message.split("arrived", 1)[1]
+    assert 1.5 < waited < 15
+
+
+def _killed_between_rounds(ep_rank: int, ep_size: int) -> tuple[str, tuple[int, ...], list[str]]:
+    """Rank 1 dies by SIGKILL after a round; rank 0 is to say who is missing."""
+    inputs = {**good(), "extra_payloads": ()}
+    layer = MoeAllToAll.create(config(ep_size, ep_rank, timeout_s=1.5), dist.group.WORLD)
+    received = layer.dispatch(**inputs)
+    layer.combine(received.hidden_states.clone(), received.metadata)
+    if ep_rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        layer.dispatch(**inputs)
+    except ExchangeTimeoutError as error:
+        left = [path.name for path in Path("/dev/shm").glob(f"moe_nvlink-{os.getuid()}-*")]
+        return error.phase, error.ranks, left
+    return "nothing raised", (), []
+
+
+def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+    before = {path.name for path in Path("/dev/shm").glob(f"moe_nvlink-{os.getuid()}-*")}
+    (phase, ranks, left), _ = run_processes(2, _killed_between_rounds, tmp_path, killed=(1,))
+    assert (phase, ranks) == ("dispatch", (1,))
+    assert set(left) <= before, "shared memory outlived its rank"
+
+
+# Ranks that do different things.
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_ranks_that_take_different_layers_for_a_round(num_threads: int) -> None:
+    """Both layers lie in one workspace, so the rows arrive, and not where they are looked for."""
+
+    def rank_main(group: ThreadGroup) -> str:
+        small = config(2, group.rank, timeout_s=20, num_threads=num_threads)
+        large = dataclasses.replace(small, max_tokens_per_rank=8)
+        with (
+            MoeAllToAll.create(large, group) as first,
+            MoeAllToAll.create(small, group, share_with=first) as second,
+        ):
+            layer = first if group.rank == 0 else second
+            with pytest.raises(DisagreementError) as caught:
+                layer.dispatch(**{**good(), "extra_payloads": ()})
+            with pytest.raises(ExchangeStateError, match="unusable since"):
+                first.dispatch(**{**good(), "extra_payloads": ()})
+            group.all_gather_object(None)
+        return str(caught.value)
+
+    first, second = run_ranks(2, rank_main)
+    said = (
+        "passed another max_tokens or active_ranks or other extra payloads, or used another layer, "
+        "maybe of another geometry"
+    )
+    mine = "of its workspace, max_tokens"
+    assert f"epoch 1 rank 1 {said}, than rank 0 (layer number 0 {mine}=8, max_tokens_per_r" in first
+    assert f"rank 0 {said}, than rank 1 (layer number 1 {mine}=4, max_tokens_per_rank=4" in second

@@ -1,0 +1,219 @@
+"""The command line: what it runs, what it finds, and what it exits with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe_nvlink_plugin.errors import ConfigError
+from tests.instruments.upstream.upstream_toys import toy_group, toy_tree
+from tests.upstream import cli, expectations, fetch, models
+from tests.upstream.expectations import Rule
+from tests.upstream.groups import Device, Group, Plugin, all_groups
+from tests.upstream.outcomes import Outcome, Result
+from tests.upstream.run import Ran
+
+VERSION = "0.32.0"
+TESTS = """
+import importlib.metadata, pytest
+
+def test_good(): pass
+
+@pytest.mark.parametrize("value", [1, 2])
+def test_bad(value): assert value == 3, "of the toy"
+
+def test_compared():
+    assert importlib.metadata.entry_points(group="vllm.platform_plugins", name="moe_nvlink")
+"""
+FILE = """\
+toy:
+  - tests: "*test_bad*"
+    count: 2
+    outcome: failed
+    reason: The toy is so.
+    says: of the toy
+  - tests: "*::test_*"
+    count: {count}
+    outcome: passed
+"""
+PASSED, FAILED = Result(Outcome.PASSED), Result(Outcome.FAILED, "E  no")
+
+
+class Toys:
+    """Groups of a toy tree, and a command line that knows no others."""
+
+    def __init__(
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        self.where = toy_tree(folder, {"test_a.py": TESTS, "test_b.py": "def test_b(): pass\n"})
+        self.file = folder / f"{VERSION}-cpu.yaml"
+        self.groups: tuple[Group, ...] = (toy_group("tests/test_a.py"),)
+        self.logs = folder / "logs"
+        self._capsys = capsys
+        monkeypatch.setattr(cli, "all_groups", lambda: self.groups)
+        monkeypatch.setattr(fetch, "installed_version", lambda: VERSION)
+        monkeypatch.setattr(fetch, "tree", lambda _: self.where.tree)
+        monkeypatch.setattr(models, "redirect_file", lambda _: folder / "none")
+        monkeypatch.setattr(expectations, "file_of", lambda *_: self.file)
+
+    def expect(self, count: int = 2) -> None:
+        self.file.write_text(FILE.format(count=count))
+
+    def run(self, *arguments: str) -> tuple[int, str]:
+        """Its exit code, and what it printed."""
+        code = cli.main(["--logs", str(self.logs), *arguments])
+        printed = self._capsys.readouterr()
+        return code, printed.out + printed.err
+
+
+@pytest.fixture
+def toys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Toys:
+    return Toys(tmp_path, monkeypatch, capsys)
+
+
+def test_outcomes_are_compared_in_the_whole_and_in_part(toys: Toys) -> None:
+    toys.expect()
+    code, printed = toys.run()
+    assert (code, "toy: 2 failed, 2 passed; as expected" in printed) == (0, True)
+    assert (toys.logs / "toy.log").read_text().count("of the toy") >= 2
+    toys.expect(count=3)
+    code, printed = toys.run()
+    assert code == 1
+    assert "1 DIFFERENCES, output in" in printed
+    assert "rule '*::test_*': 2 tests, expected 3" in printed
+    code, printed = toys.run("--", "-k", "good")
+    assert (code, "toy: 1 passed; as expected" in printed) == (0, True)
+    code, printed = toys.run("--", "-k", "nothing_of_the_sort")
+    assert (code, "no test was run" in printed) == (1, True)
+
+
+def test_a_compared_group_runs_twice_and_differs_where_the_plugin_matters(toys: Toys) -> None:
+    toys.expect()
+    toys.groups = (toy_group("tests/test_a.py", plugin=Plugin.COMPARED),)
+    code, printed = toys.run("--jobs", "2")
+    assert code == 1
+    node = "tests/test_a.py::test_compared"
+    assert f"{node}: with the plugin passed, without it failed (" in printed
+    assert f"without the plugin: {node}: expected: passed; it is: failed" in printed
+    assert "toy: 2 failed, 2 passed; 2 DIFFERENCES" in printed
+    assert toys.run("--", "-k", "not compared")[0] == 0
+
+
+def test_the_fast_subset_is_of_the_groups_that_have_one(toys: Toys) -> None:
+    toys.expect()
+    group = toy_group("tests")
+    assert "none of these groups has a fast subset" in toys.run("--fast")[1]
+    toys.groups = (
+        replace(group, name="slow"),
+        replace(group, fast=("tests/test_a.py::test_good", "tests/test_b.py")),
+    )
+    code, printed = toys.run("--fast")
+    assert (code, printed.startswith("toy: 2 passed; as expected")) == (0, True)
+
+
+def test_an_update_writes_what_a_person_must_explain(toys: Toys) -> None:
+    toys.file.write_text("")
+    code, printed = toys.run("--update")
+    assert (code, "its reason is still TODO" in printed) == (1, True)
+    toys.file.write_text(toys.file.read_text().replace("TODO", "The toy is so."))
+    assert toys.run()[0] == 0
+    assert sum(rule.count for rule in expectations.read(toys.file)["toy"]) == 4
+    before = toys.file.read_text()
+    (toys.where.tree / "tests" / "conftest.py").write_text("import os\nos._exit(7)\n")
+    assert toys.run("--update")[0] == 1
+    assert toys.file.read_text() == before, "nothing is known after a crash"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--group", "toys"], "invalid choice: 'toys' (choose from "),
+        (["--break", "everything"], "invalid choice: 'everything' (choose from "),
+        (["--jobs", "0"], "at least 0 GPUs and 1 process"),
+        (["--gpu", "-1"], "--gpu -1 "),
+        (["--update", "--fast"], "--update needs whole groups"),
+        (["--update", "--", "-k", "x"], "--update needs whole groups"),
+        ([], "there is no expectations file"),
+    ],
+)
+def test_what_cannot_be_run_is_an_error(
+    toys: Toys, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code, said = toys.run(*arguments)
+    except SystemExit as ended:
+        code, said = ended.code, capsys.readouterr().err  # type: ignore[assignment]
+    assert code == 2
+    assert words in said
+
+
+def test_groups_are_listed(toys: Toys) -> None:
+    code, printed = toys.run("--list")
+    assert (code, printed.split()) == (0, ["toy", "cpu/gpu", "selected", "the", "group", "toy"])
+
+
+def test_groups_that_need_more_gpus_are_left_out() -> None:
+    one, two = toy_group(name="one"), replace(toy_group(name="two"), gpus=2)
+    cpu = replace(toy_group(name="cpu"), devices=frozenset({Device.CPU}))
+    groups, names = (one, two, cpu), ("two", "one", "cpu")
+    assert cli.chosen(groups, names, 0) == [one, two, cpu]
+    assert cli.chosen(groups, names, 1) == [one]
+    assert cli.chosen(groups, names, 2) == [one, two]
+    with pytest.raises(ConfigError, match="cpu, two: none runs on 1 GPUs"):
+        cli.chosen(groups, ["cpu", "two"], 1)
+
+
+def test_how_a_process_ended_is_a_difference(tmp_path: Path) -> None:
+    ran = Ran({"t::a": PASSED}, 1.0, tmp_path, "the process was ended by SIGKILL")
+    for one, found in (
+        (ran, ["toy: the process was ended by SIGKILL"]),
+        (replace(ran, ending=""), []),
+    ):
+        rules = [Rule("t::a", 1, "passed")]
+        assert cli.differences_of(toy_group(), rules, {True: one}, whole=True) == found
+
+
+def test_a_test_that_only_one_side_collects_is_a_difference() -> None:
+    one = {"t::a": PASSED, "t::b": Result(Outcome.FAILED, "x")}
+    assert cli.compared(one, dict(one)) == []
+    assert cli.compared(one, {"t::a": PASSED}) == [
+        "t::b: with the plugin failed (x), without it not run (not collected)"
+    ]
+
+
+def test_without_expectations_tests_fail_or_pass(tmp_path: Path) -> None:
+    """And of a group that is compared with a run without us, only what differs counts."""
+    lost, skipped = Result(Outcome.NOT_RUN), Result(Outcome.SKIPPED, "no FlashInfer")
+    ours = Ran({"a": PASSED, "b": FAILED, "c": skipped, "d": lost}, 1.0, tmp_path)
+    found = cli.differences_of(toy_group(), None, {True: ours}, whole=True)
+    assert [line.split(":")[0] for line in found] == ["b", "d"]
+    both = toy_group(plugin=Plugin.COMPARED)
+    without = replace(ours, results={**ours.results, "a": FAILED})
+    (line,) = cli.differences_of(both, None, {True: ours, False: without}, whole=True)
+    assert line.startswith("a: with the plugin passed")
+    bad = replace(ours, results={"b": FAILED})
+    (line,) = cli.differences_of(both, None, {True: bad, False: bad}, whole=True)
+    assert "no test passed" in line
+
+
+def test_a_compared_group_has_no_adapters_of_ours() -> None:
+    with pytest.raises(ValueError, match="it can have no adapters of ours: cpu_device"):
+        replace(toy_group(plugin=Plugin.COMPARED), adapters=("cpu_device",))
+
+
+def test_titles_of_the_selection_are_unique_and_every_adapter_exists() -> None:
+    groups = all_groups()
+    assert len({group.title for group in groups}) == len(groups) > 30
+    folder = Path(cli.__file__).parent / "adapt"
+    for group in groups:
+        for name in group.adapters:
+            assert (folder / f"{name}.py").is_file(), f"{group.name}: {name}"
+        for word in (*group.arguments, *group.fast):
+            assert not Path(word).is_absolute(), f"{group.name}: {word}"

@@ -1,0 +1,269 @@
+"""A difference in either direction is found, named and never written over. The table of it all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe_nvlink_plugin.errors import ConfigError
+from tests.instruments.upstream.upstream_toys import toy_group
+from tests.upstream import expectations, table
+from tests.upstream.expectations import Rule, differences, updated
+from tests.upstream.groups import Device, Plugin, all_groups
+from tests.upstream.outcomes import Outcome, Result
+
+PASSED = Result(Outcome.PASSED)
+FAILED = Result(Outcome.FAILED, "ValueError: no such kernel\nand more")
+SKIPPED = Result(Outcome.SKIPPED, "Skipped: needs a GPU")
+LEFT_OUT = Result(Outcome.LEFT_OUT)
+NOT_RUN = Result(Outcome.NOT_RUN, "the process was ended by SIGSEGV")
+
+GOOD = Rule("t.py::test_good*", 2, "passed")
+BAD = Rule("t.py::test_bad", 1, "failed", "It has no kernel.", "no such kernel")
+LACKS = Rule("t.py::test_gpu", 1, "cannot run", "It needs a GPU.")
+HANGS = Rule("t.py::test_hang*", 1, "cannot run", "It hangs.", run=False)
+RULES = (GOOD, BAD, LACKS, HANGS)
+RESULTS = {
+    "t.py::test_good[a]": PASSED,
+    "t.py::test_good[b]": PASSED,
+    "t.py::test_bad": FAILED,
+    "t.py::test_gpu": SKIPPED,
+    "t.py::test_hangs": LEFT_OUT,
+}
+
+
+def test_what_is_known_is_no_difference() -> None:
+    assert differences(RULES, RESULTS) == []
+
+
+@pytest.mark.parametrize(
+    ("test", "result", "words"),
+    [
+        ("test_good[a]", FAILED, "expected: passed; it is: failed (ValueError: no such kernel)"),
+        ("test_good[a]", SKIPPED, "expected: passed; it is: skipped"),
+        ("test_good[a]", NOT_RUN, "expected: passed; it is: not run (the process was ended by"),
+        ("test_bad", PASSED, "expected: failed; it is: passed"),
+        ("test_bad", SKIPPED, "expected: failed; it is: skipped"),
+        ("test_bad", Result(Outcome.FAILED, "OSError"), "expected to say 'no such kernel'"),
+        ("test_gpu", PASSED, "expected: cannot run; it is: passed"),
+        ("test_gpu", FAILED, "has no `says`"),
+        ("test_gpu", NOT_RUN, "expected: cannot run; it is: not run"),
+        ("test_hangs", PASSED, "expected: cannot run; it is: passed"),
+        ("test_hangs", SKIPPED, "expected: cannot run; it is: skipped"),
+        ("test_new", PASSED, "no rule fits; it is: passed"),
+    ],
+)
+def test_any_other_outcome_is_a_difference(test: str, result: Result, words: str) -> None:
+    found = differences(RULES, {**RESULTS, f"t.py::{test}": result})
+    assert len(found) == 1
+    assert found[0].startswith(f"t.py::{test}: ")
+    assert words in found[0]
+
+
+def test_a_test_that_is_gone_and_one_that_is_more_are_differences() -> None:
+    fewer = {node: result for node, result in RESULTS.items() if node != "t.py::test_good[b]"}
+    assert differences(RULES, fewer) == ["rule 't.py::test_good*': 1 tests, expected 2"]
+    assert differences(RULES, fewer, whole=False) == []
+    more = {**RESULTS, "t.py::test_good[c]": PASSED}
+    assert differences(RULES, more) == ["rule 't.py::test_good*': 3 tests, expected 2"]
+
+
+def test_a_failure_for_lack_of_something_says_what_lacks() -> None:
+    lacks = replace(LACKS, says="no such kernel")
+    assert differences([lacks], {"t.py::test_gpu": FAILED}) == []
+    (found,) = differences([lacks], {"t.py::test_gpu": SKIPPED})
+    assert "expected to say 'no such kernel'" in found
+
+
+def test_a_reason_that_nobody_has_given_is_a_difference() -> None:
+    rule = replace(LACKS, reason="TODO")
+    (found,) = differences([rule], {"t.py::test_gpu": SKIPPED})
+    assert "its reason is still TODO" in found
+
+
+@pytest.mark.parametrize(
+    ("pattern", "node", "fits"),
+    [
+        ("t.py::test[*-fp8-*]", "t.py::test[a-fp8-b]", True),
+        ("t.py::test[*-fp8-*]", "t.py::test[a-fp80-b]", False),
+        ("t.py::test[a]", "t.py::testa", False),
+        ("t.py::test[a?]", "t.py::test[ab]", False),
+        ("t.py::test[a?]", "t.py::test[a?]", True),
+        ("t.py::te", "t.py::test", False),
+        ("*", "anything\nat all", True),
+    ],
+)
+def test_only_the_star_is_wild(pattern: str, node: str, fits: bool) -> None:
+    assert Rule(pattern, 1, "passed").fits(node) is fits
+
+
+def test_the_first_rule_that_fits_counts() -> None:
+    rules = [Rule("t.py::test_bad", 1, "failed", "So.", "no such"), Rule("t.py::*", 1, "passed")]
+    assert differences(rules, {"t.py::test_bad": FAILED, "t.py::test_good": PASSED}) == []
+    assert len(differences(rules[::-1], {"t.py::test_bad": FAILED})) == 2
+
+
+# The file.
+
+
+def entry(**changes: object) -> str:
+    """A rule's YAML: a valid failure with changed or removed keys."""
+    keys: dict[str, object] = {
+        "tests": "t.py::a",
+        "count": 1,
+        "outcome": "failed",
+        "reason": "So.",
+        "says": "x",
+    }
+    keys |= changes
+    return "group:\n  - " + "\n    ".join(f"{k}: {v}" for k, v in keys.items() if v is not None)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (entry(outcome="skipped"), "outcome"),
+        (entry(count=0), "count"),
+        (entry(count="two"), "count"),
+        (entry(tests=None), "tests"),
+        (entry(reason=None), "needs a `reason`"),
+        (entry(says=None), "needs `says`"),
+        (entry(run="false"), "`run: false` goes with `cannot run`"),
+        (entry(because="x"), "because"),
+        ("- words", "dict"),
+        ("group: words", "tuple"),
+    ],
+)
+def test_a_file_that_says_nothing_sensible_is_refused(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    path = tmp_path / "1.0-cpu.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        expectations.read(path)
+    assert words in str(caught.value)
+    assert path.name in str(caught.value)
+
+
+def test_a_version_without_a_file_names_those_there_are(tmp_path: Path) -> None:
+    (tmp_path / "1.0-cpu.yaml").write_text("")
+    assert expectations.read(tmp_path / "1.0-cpu.yaml") == {}
+    with pytest.raises(ConfigError, match=r"no expectations file 2\.0-cpu\.yaml.* 1\.0-cpu"):
+        expectations.read(tmp_path / "2.0-cpu.yaml")
+
+
+def test_the_files_of_the_repository_are_of_groups_that_exist_and_as_an_update_writes_them(
+    tmp_path: Path,
+) -> None:
+    """So that --update changes what it should, and nothing else."""
+    names = {group.name for group in all_groups()}
+    for path in expectations.FOLDER.glob("*.yaml"):
+        rules = expectations.read(path)
+        assert set(rules) <= names
+        assert all(rules.values())
+        assert not [rule for some in rules.values() for rule in some if "TODO" in rule.reason]
+        copy = tmp_path / path.name
+        copy.write_bytes(path.read_bytes())
+        expectations.write(copy, rules)
+        assert copy.read_bytes() == path.read_bytes()
+
+
+def test_every_group_that_runs_on_cpus_has_expectations_and_gpus_have_none_yet() -> None:
+    on_cpu = {group.name for group in all_groups() if Device.CPU in group.devices}
+    assert on_cpu == set(expectations.read(expectations.file_of("0.32.0", 0)))
+    path = expectations.file_of("0.32.0", 1)
+    assert expectations.read(path) == {}, "then remove NEVER RUN from the file, and this test"
+    assert "NEVER RUN" in path.read_text("utf-8")
+
+
+# --update.
+
+
+def test_an_update_counts_and_keeps_what_differs_different() -> None:
+    results = {**RESULTS, "t.py::test_good[c]": PASSED, "t.py::test_bad": PASSED}
+    rules = updated(RULES, results)
+    assert [rule.count for rule in rules] == [3, 1, 1, 1]
+    (found,) = differences(rules, results)
+    assert found == "t.py::test_bad: expected: failed; it is: passed"
+
+
+def test_an_update_drops_rules_of_no_test() -> None:
+    assert updated(RULES, {"t.py::test_gpu": SKIPPED}) == [LACKS]
+
+
+def test_an_update_writes_no_rule_for_a_test_that_was_not_run() -> None:
+    assert updated([], {"t.py::test_new": NOT_RUN}) == []
+
+
+def test_new_rules_are_few_and_unexplained() -> None:
+    results = {
+        "a.py::test_x[1]": PASSED,
+        "a.py::test_x[2]": PASSED,
+        "b.py::test_x[1]": PASSED,
+        "b.py::test_x[3]": FAILED,
+        "b.py::test_y": SKIPPED,
+        "c.py": FAILED,
+    }
+    rules = updated([], results)
+    assert rules == [
+        Rule("a.py::test_x[*", 2, "passed"),
+        Rule("b.py::test_x[1]", 1, "passed"),
+        Rule("b.py::test_x[3]", 1, "failed", "TODO", "ValueError: no such kernel"),
+        Rule("b.py::test_y", 1, "cannot run", "TODO", "Skipped: needs a GPU"),
+        Rule("c.py", 1, "failed", "TODO", "ValueError: no such kernel"),
+    ]
+    assert len(differences(rules, results)) == 3, "the three reasons"
+
+
+def test_rules_are_read_as_they_were_written_and_the_files_head_stays(tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text("# A head.\n# And more.\none: []\n")
+    strange = Rule("n: 'e\"w", 3, "cannot run", "So: it is.", "# [x]", run=False)
+    rules = {"one": (strange, BAD), "two": RULES}
+    expectations.write(path, rules)
+    assert path.read_text().startswith("# A head.\n# And more.\n\none:\n  - tests: ")
+    assert expectations.read(path) == rules
+
+
+# The table.
+
+
+def test_a_row_for_each_group_in_their_order_and_why_tests_fail() -> None:
+    rules = {
+        "two": [Rule("*", 7, "passed")],
+        "one": [
+            Rule("a", 4, "failed", "It has a bug.", "bug"),
+            Rule("b", 30, "cannot run", "It needs a GPU."),
+            Rule("c", 5, "cannot run", "It needs the hub.", run=False),
+            Rule("d", 2, "cannot run", "It needs a GPU."),
+            Rule("*", 100, "passed"),
+        ],
+    }
+    groups = [toy_group(name=name) for name in ("one", "two", "unknown")]
+    groups[1] = replace(groups[1], plugin=Plugin.COMPARED)
+    assert table.section("1.0", groups, rules) == (
+        "vLLM 1.0 on CPU processes:\n\n"
+        "| vLLM's tests | our backend | passed | failed, as listed below | cannot run here |\n"
+        "|---|---|---|---|---|\n"
+        "| the group one | chosen | 100 | 4 | 37 |\n"
+        "| the group two | not chosen; compared | 7 | 0 | 0 |\n"
+        "| all |  | 107 | 4 | 37 |\n"
+        "\nFailed:\n\n- 4: It has a bug.\n"
+    )
+
+
+def test_only_what_is_between_the_markers_is_replaced() -> None:
+    document = f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n"
+    new = table.replaced(document, "new\n")
+    assert new == f"before\n{table.BEGIN}\nnew\n{table.END}\nafter\n"
+    for without in ("", table.BEGIN, f"{table.END}\n{table.BEGIN}", document + document):
+        with pytest.raises(ConfigError, match="must have the lines"):
+            table.replaced(without, "new\n")
+
+
+def test_the_readme_has_the_table_of_the_expectations_files() -> None:
+    """`make upstream-tests UPSTREAM_ARGS=--write-table` renews it."""
+    document = table.README.read_text(encoding="utf-8")
+    assert table.replaced(document, table.text()) == document

@@ -1,0 +1,191 @@
+"""Real SGLang servers on CPU, expert parallel through our exchange, against the one-rank server.
+
+Greedy tokens in float32 must be equal sequence by sequence, log-probabilities nearly so, and the
+workers' counters must show that the MoE layers' rows went through the exchange: a backend that is
+silently not used fails here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+
+from moe_nvlink_plugin.integration.demo import demo
+from moe_nvlink_plugin.integration.demo.server import ServerError
+from moe_nvlink_plugin.integration.demo.sglang_server import interpreter
+from moe_nvlink_plugin.integration.demo.tiny_checkpoint import (
+    DEEPSEEK_V3,
+    MODELS,
+    TinyModel,
+    write_checkpoint,
+)
+from tests.integration.servers.servers import Asking, Requests, our_files
+from tests.integration.servers.sglang_servers import EpSglang, ForkedSglang
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+try:
+    interpreter()
+except ServerError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+#: Two layers tell whether a layer reads another's rows, and start sooner than three.
+QWEN3 = dataclasses.replace(MODELS["qwen3_moe"], num_layers=2)
+GLM4 = MODELS["glm4_moe"]
+TP2 = ("--tp=2",)
+ATTENTION_DP2 = ("--tp=2", "--attn-dp-size=2")
+NUM_SEQUENCES = 12
+#: Of float32, through a few layers whose sums are taken in another order.
+LOGPROB_TOLERANCE = 1e-3
+
+
+class Expected(NamedTuple):
+    """What the one-rank server answers: tokens of the requests, log-probabilities of a sequence."""
+
+    requests: Requests
+    sequence: list[int]
+    logprobs: list[float]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sglang")
+
+
+@pytest.fixture(scope="module")
+def expected_of(folder: Path) -> Callable[[TinyModel], Expected]:
+    """Requests and expected answers by model; one server each, without any plugin."""
+    made: dict[TinyModel, Expected] = {}
+
+    def get(model: TinyModel) -> Expected:
+        if model not in made:
+            made[model] = _ask_one_rank(model, folder)
+        return made[model]
+
+    return get
+
+
+def _ask_one_rank(model: TinyModel, folder: Path) -> Expected:
+    checkpoint = write_checkpoint(folder / model.architecture, model)
+    draw = random.Random(7)
+    vocab = range(model.vocab_size)
+    prompts = [draw.choices(vocab, k=draw.randint(1, 60)) for _ in range(NUM_SEQUENCES)]
+    lengths = [draw.randint(4, 24) for _ in prompts]
+    sequence = draw.choices(vocab, k=101)
+    name = f"one rank {model.architecture}"
+    with ForkedSglang(model=checkpoint, name=name, folder=folder, with_plugins=False) as server:
+        server.wait_until_ready()
+        answers = server.complete(prompts, max_tokens=lengths, concurrency=8)
+        logprobs = server.logprobs(sequence)
+    tokens = [answer.token_ids for answer in answers]
+    return Expected(Requests(checkpoint, prompts, lengths, tokens), sequence, logprobs)
+
+
+def _check(server: EpSglang, expected: Expected, ep_size: int, model: TinyModel) -> None:
+    """Tokens one at a time, which leaves ranks empty, and many at a time; log-probabilities."""
+    assert server.differing(range(2), concurrency=1) == []
+    assert server.differing(range(2, NUM_SEQUENCES), concurrency=5) == []
+    logprobs = server.server.logprobs(expected.sequence)
+    assert logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
+    server.check_traffic(ep_size, NUM_SEQUENCES, model.num_layers - model.num_dense_layers)
+
+
+@pytest.fixture(scope="class")
+def server(expected_of: Callable[[TinyModel], Expected], folder: Path) -> Iterator[EpSglang]:
+    with EpSglang(expected_of(QWEN3).requests, folder, "qwen3 dp2", *ATTENTION_DP2) as server:
+        yield server
+
+
+class TestAttentionDataParallel:
+    """One server of two attention-DP ranks for several questions; the last one breaks it."""
+
+    def test_answers_equal_those_of_one_rank(
+        self, server: EpSglang, expected_of: Callable[[TinyModel], Expected]
+    ) -> None:
+        _check(server, expected_of(QWEN3), 2, QWEN3)
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_rank_without_a_request_takes_part(self, server: EpSglang, rank: int) -> None:
+        requests = server.requests
+        (answer,) = server.server.complete(
+            requests.prompts[:1], max_tokens=requests.lengths[:1], rank=rank
+        )
+        assert answer.token_ids == requests.expected[0]
+
+    def test_a_killed_rank_ends_the_server_and_leaves_nothing(self, server: EpSglang) -> None:
+        stats = server.stats(2)
+        before = server.server.pids
+        assert {counters["pid"] for counters in stats} < set(before)
+        asking = Asking(server)
+        server.wait_for_rounds(rank=1, more_than=stats[1]["rounds"])
+        os.kill(stats[1]["pid"], signal.SIGKILL)  # in the midst of the answers, at whatever place
+        asking.check_refused()
+        deadline = time.monotonic() + 60
+        while server.server.pids and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert server.server.pids == []
+        assert our_files(stats) == []
+
+
+def test_tensor_parallel_ranks_share_the_tokens(
+    expected_of: Callable[[TinyModel], Expected], folder: Path
+) -> None:
+    expected = expected_of(QWEN3)
+    with EpSglang(expected.requests, folder, "qwen3 tp2", *TP2) as server:
+        _check(server, expected, 2, QWEN3)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("name", "model", "ep_size", "arguments"),
+    [
+        ("qwen3 tp4", QWEN3, 4, ["--tp=4"]),
+        ("qwen3 tp4 dp2", QWEN3, 4, ["--tp=4", "--attn-dp-size=2"]),
+        ("glm4 tp2", GLM4, 2, TP2),
+        ("glm4 dp2", GLM4, 2, ATTENTION_DP2),
+        ("deepseek tp2", DEEPSEEK_V3, 2, TP2),
+        ("deepseek dp2", DEEPSEEK_V3, 2, ATTENTION_DP2),
+    ],
+)
+def test_other_models_and_four_ranks(
+    name: str,
+    model: TinyModel,
+    ep_size: int,
+    arguments: Sequence[str],
+    expected_of: Callable[[TinyModel], Expected],
+    folder: Path,
+) -> None:
+    expected = expected_of(model)
+    with EpSglang(expected.requests, folder, name, *arguments) as server:
+        _check(server, expected, ep_size, model)
+
+
+def test_the_demonstration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`make demo DEMO_ARGS="--framework sglang"`, with servers that are forks."""
+    forked = demo.FRAMEWORKS["sglang"]._replace(server=ForkedSglang)
+    with mock.patch.dict(demo.FRAMEWORKS, sglang=forked):
+        status = demo.main(["--framework", "sglang", "--folder", str(folder / "demo")])
+    said = capsys.readouterr().out
+    assert status == 0, said
+    assert "every answer equals the one-rank server's" in said
+
+
+def test_a_refusal_ends_the_server_with_its_reason(folder: Path) -> None:
+    checkpoint = write_checkpoint(folder / "refused", "qwen3_moe")
+    arguments = [*TP2, "--moe-a2a-backend=moe_nvlink", "--enable-two-batch-overlap"]
+    server = ForkedSglang(model=checkpoint, name="refused", folder=folder, arguments=arguments)
+    with server, pytest.raises(ServerError, match="ended with exit code 1"):
+        server.wait_until_ready()
+    told = server.log_tail(5)
+    assert "--moe-a2a-backend moe_nvlink cannot serve this configuration" in told
+    assert "remove --enable-two-batch-overlap" in told

@@ -1,0 +1,137 @@
+"""The YAML file of integration/vllm/README.md, through vLLM's own parser and to our options."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MODELS, write_checkpoint
+from moe_nvlink_plugin.integration.vllm import backend
+from moe_nvlink_plugin.integration.vllm.choices import KEY, options_of
+from moe_nvlink_plugin.integration.vllm.scheduler import capacity
+
+pytestmark = pytest.mark.usefixtures("environment")
+
+SCHEDULER = "moe_nvlink_plugin.integration.vllm.scheduler.GuaranteedNoEvictScheduler"
+README = Path(__file__).parents[3] / "integration" / "vllm" / "README.md"
+
+
+@pytest.fixture(scope="module")
+def documented() -> str:
+    """The block as a user would copy it."""
+    text = README.read_text(encoding="utf-8")
+    found = re.search(r"\n### As a YAML file\n.*?\n```yaml\n(.*?)```\n", text, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def instead(documented: str) -> str:
+    """The block with its comment in the place of the option that the comment names."""
+    text, times = re.subn(
+        r"    (\w+): .*\n    # (.+)  # in the place of \1\n", r"    \2\n", documented
+    )
+    assert times == 1
+    return text
+
+
+def _engine_args(text: str, folder: Path, *more: str) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    file = folder / "moe_nvlink.yaml"
+    file.write_text(text, encoding="utf-8")
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    return AsyncEngineArgs.from_cli_args(parser.parse_args(["--config", str(file), *more]))
+
+
+def test_the_block_shows_every_option(documented: str) -> None:
+    shown = [yaml.safe_load(text) for text in (documented, instead(documented))]
+    ours = [set(block["additional-config"][KEY]) for block in shown]
+    assert ours[0] != ours[1]
+    assert ours[0] | ours[1] == set(Options._fields)
+
+
+@pytest.mark.parametrize("change", [str, instead], ids=["block", "comment"])
+def test_every_option_of_ours_arrives_as_it_is_written(
+    change: Callable[[str], str], documented: str, tmp_path: Path
+) -> None:
+    documented = change(documented)
+    written = yaml.safe_load(documented)
+    found = _engine_args(documented, tmp_path)
+    ours = written["additional-config"][KEY]
+    assert found.additional_config == {backend.KEY: backend.BACKEND, KEY: ours}
+    assert options_of(found) == Options(**ours)
+    # A value that equals its default would also be there if vLLM had dropped it.
+    assert [name for name in ours if ours[name] == Options._field_defaults[name]] == []
+    assert found.all2all_backend == backend.CARRIER
+    assert found.enable_expert_parallel
+    assert found.data_parallel_size == written["data-parallel-size"]
+    assert found.moe_backend == written["moe-backend"]
+    assert found.speculative_config == written["speculative-config"]
+    compiled = written["compilation-config"]
+    assert found.compilation_config.cudagraph_mode.name == compiled["cudagraph_mode"]
+    assert found.compilation_config.cudagraph_capture_sizes == compiled["cudagraph_capture_sizes"]
+
+
+def test_the_schedulers_options_arrive_too(documented: str, tmp_path: Path) -> None:
+    given = "  moe_nvlink:\n    capacity: {policy: guaranteed_no_evict, reserve: 0.5}\n"
+    text = documented.replace("  moe_nvlink:\n", given) + f"scheduler-cls: {SCHEDULER}\n"
+    found = _engine_args(text, tmp_path)
+    assert found.additional_config[KEY]["capacity"]["reserve"] == 0.5
+    here = ("--skip-tokenizer-init", "--dtype=float32", "--max-model-len=512")
+    with_draft = dataclasses.replace(MODELS["glm4_moe"], num_mtp_layers=1)
+    model = write_checkpoint(tmp_path / "model", with_draft)
+    config = _engine_args(
+        text.replace("model: MODEL\n", f"model: {model}\n"), tmp_path, *here
+    ).create_engine_config()
+    assert capacity.check(config) == capacity.Capacity(reserve=0.5)
+
+
+def test_its_server_starts(documented: str, tmp_path: Path) -> None:
+    """All checks at start-up pass: the options fit together, and with such a model."""
+    with_draft = dataclasses.replace(MODELS["glm4_moe"], num_mtp_layers=1)
+    model = write_checkpoint(tmp_path / "model", with_draft)
+    text = documented.replace("model: MODEL\n", f"model: {model}\n")
+    here = ("--skip-tokenizer-init", "--dtype=float32", "--max-model-len=512")
+    found = _engine_args(text, tmp_path, *here).create_engine_config()
+    assert backend.is_selected(found)
+    assert found.speculative_config.use_local_argmax_reduction, "our check has come to the draft"
+
+
+def test_the_order_of_the_file_does_not_matter(documented: str, tmp_path: Path) -> None:
+    backwards = dict(reversed(yaml.safe_load(documented).items()))
+    found = _engine_args(yaml.safe_dump(backwards, sort_keys=False), tmp_path)
+    asked = _engine_args(documented, tmp_path)
+    assert found.additional_config == asked.additional_config
+    assert backend.is_selected(found)
+
+
+def test_the_command_line_wins(documented: str, tmp_path: Path) -> None:
+    found = _engine_args(documented, tmp_path, "--all2all-backend", backend.CARRIER)
+    assert not backend.is_selected(found)
+
+
+def test_a_number_that_yaml_takes_for_a_word_is_refused(documented: str, tmp_path: Path) -> None:
+    """As README says: YAML wants a point in 5.0e-1."""
+    scale = yaml.safe_load(documented)["additional-config"][KEY]["dispatch_global_scale"]
+    for written, is_number in (("5e-1", False), ("5.0e-1", True)):
+        text = documented.replace(
+            f"dispatch_global_scale: {scale}", f"dispatch_global_scale: {written}"
+        )
+        assert text != documented
+        found = _engine_args(text, tmp_path)
+        if is_number:
+            assert options_of(found).dispatch_global_scale == 0.5
+            continue
+        with pytest.raises(ConfigError, match="dispatch_global_scale='5e-1' must be a number"):
+            options_of(found)

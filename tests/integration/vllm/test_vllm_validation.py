@@ -1,0 +1,454 @@
+"""What is refused at start-up, each time naming the flag to change."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from vllm.config import CompilationMode
+from vllm.config.lora import LoRAConfig
+
+from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
+from moe_nvlink_plugin.integration.common import names, own_source
+from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.vllm import backend, compat
+from moe_nvlink_plugin.integration.vllm.choices import KEY, options_of
+from moe_nvlink_plugin.integration.vllm.plugin import validation
+from tests.integration.common.framework_source import patched_for_no_reason
+
+pytestmark = pytest.mark.usefixtures("environment")
+
+
+def _create(checkpoint: Path, **values: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    asked = {
+        "all2all_backend": backend.BACKEND,
+        "enable_expert_parallel": True,
+        "data_parallel_size": 2,
+        **values,
+    }
+    return EngineArgs(
+        model=str(checkpoint),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=512,
+        **asked,
+    ).create_engine_config()
+
+
+def _parallel(**values: Any) -> SimpleNamespace:
+    good = {
+        "enable_expert_parallel": True,
+        "data_parallel_size": 2,
+        "tensor_parallel_size": 1,
+        "all2all_backend": backend.CARRIER,
+        "enable_dbo": False,
+        "ubatch_size": 0,
+        "enable_elastic_ep": False,
+        "enable_eplb": False,
+        "worker_cls": "auto",
+        "prefill_context_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "nnodes": 1,
+        "data_parallel_backend": "mp",
+        "use_ray": False,
+    }
+    return SimpleNamespace(**{**good, **values})
+
+
+def _model(**values: Any) -> SimpleNamespace:
+    good = {
+        "model": "tiny",
+        "architecture": "Qwen3MoeForCausalLM",
+        "dtype": torch.float32,
+        "get_num_experts": lambda: 16,
+        "get_num_experts_per_tok": lambda: 4,
+        "get_hidden_size": lambda: 128,
+        "enable_sleep_mode": False,
+    }
+    return SimpleNamespace(**{**good, **values})
+
+
+def _config(
+    parallel: Any = None, model: Any = None, lora: Any = None, drafts: Any = None, **options: Any
+) -> SimpleNamespace:
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(mode=CompilationMode.NONE, splitting_ops=None),
+        parallel_config=parallel or _parallel(),
+        model_config=model or _model(),
+        lora_config=lora,
+        speculative_config=drafts,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        additional_config={backend.KEY: backend.BACKEND, **({KEY: options} if options else {})},
+    )
+
+
+def test_the_good_configuration_passes(checkpoint: Path) -> None:
+    validation.check(_config(), "cpu")
+    assert backend.is_selected(_create(checkpoint))
+    assert backend.is_selected(_create(checkpoint, tensor_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tensor_parallel_size", "mode", "warns"),
+    [
+        ("DeepseekV3ForCausalLM", 2, CompilationMode.NONE, True),
+        ("MistralLarge3ForCausalLM", 4, CompilationMode.NONE, True),
+        ("DeepseekV3ForCausalLM", 1, CompilationMode.NONE, False),
+        ("DeepseekV3ForCausalLM", 2, CompilationMode.VLLM_COMPILE, False),
+        ("Qwen3MoeForCausalLM", 2, CompilationMode.NONE, False),
+    ],
+)
+def test_models_that_vllm_serves_with_wrong_tokens_are_warned_about(
+    architecture: str,
+    tensor_parallel_size: int,
+    mode: CompilationMode,
+    warns: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parallel = _parallel(tensor_parallel_size=tensor_parallel_size)
+    config = _config(parallel, _model(architecture=architecture))
+    config.compilation_config.mode = mode
+    validation.check(config, "cpu")
+    assert ("If a step has one token" in caplog.text) == warns
+
+
+def test_those_models_are_vllms() -> None:
+    """Each is, or extends, the module whose model compares numbers of rows."""
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture in validation.SLICES_BY_ROWS:
+        cls = ModelRegistry.models[architecture].load_model_cls()
+        assert issubclass(cls, DeepseekV2ForCausalLM)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"enable_expert_parallel": False}, ["--enable-expert-parallel", "off"]),
+        ({"data_parallel_size": 1}, ["--data-parallel-size is 1"]),
+        (
+            {"enable_lora": True, "tensor_parallel_size": 2},
+            ["LoRA on experts with --tensor-parallel-size 2", "--lora-target-modules"],
+        ),
+        ({"enable_dbo": True}, ["--enable-dbo", "Microbatching currently only supports"]),
+        ({"ubatch_size": 3}, ["--ubatch-size 3"]),
+        ({"prefill_context_parallel_size": 2}, ["--prefill-context-parallel-size 2", "V2 model"]),
+        (
+            {"moe_backend": "flashinfer_moe_ep_cutedsl"},
+            ["--moe-backend flashinfer_moe_ep_cutedsl", "dispatch and combine themselves"],
+        ),
+        ({"hf_overrides": {"hidden_size": 100}}, ["hidden_size 100", "multiple of 32"]),
+        ({"data_parallel_size": 32}, ["16 experts on 32 ranks"]),
+        ({"additional_config": {KEY: {"dispatch": "fp7"}}}, ["'fp7' is unknown"]),
+    ],
+)
+def test_vllm_itself_is_refused(checkpoint: Path, values: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UnsupportedError, match="--all2all-backend moe_nvlink") as caught:
+        _create(checkpoint, **values)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_two_backends_at_once_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(UnsupportedError, match="name one backend, deepep_v2 or moe_nvlink"):
+        _create(
+            checkpoint,
+            all2all_backend="deepep_v2",
+            additional_config={backend.KEY: backend.BACKEND},
+        )
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "words"),
+    [
+        (_config(_parallel(enable_elastic_ep=True)), "cpu", "--enable-elastic-ep"),
+        (_config(_parallel(data_parallel_backend="ray")), "cpu", "--data-parallel-backend ray: "),
+        (_config(_parallel(use_ray=True)), "cpu", "--distributed-executor-backend ray: vLLM's"),
+        (_config(fallback=backend.CARRIER), "cpu", "CpuCommunicator has no all_gatherv"),
+        (_config(fallback="deepep"), "cuda", "fallback='deepep' is not allgather_reducescatter"),
+        (_config(lora=LoRAConfig(), fallback=backend.CARRIER), "cuda", "fallback and LoRA on"),
+        (_config(model=_model(get_num_experts=lambda: 0)), "cpu", "no MoE layers"),
+        (_config(model=_model(get_num_experts_per_tok=lambda: 40)), "cpu", "top_k=40"),
+        (
+            _config(_parallel(worker_cls="some.where.Worker"), lora=LoRAConfig()),
+            "cpu",
+            "--worker-cls some.where.Worker",
+        ),
+        (
+            _config(model=_model(get_num_experts=lambda: 15), lora=LoRAConfig()),
+            "cuda",
+            "15 experts on 2 ranks",
+        ),
+        (_config(_parallel(enable_eplb=True), lora=LoRAConfig()), "cuda", "experts move"),
+        (_config(), "xpu", "transports for cpu and cuda ranks"),
+        (_config(_parallel(enable_dbo=True)), "cuda", "--enable-dbo"),
+        (_config(_parallel(pipeline_parallel_size=2)), "cpu", "size 2 with --enforce-eager"),
+        (
+            _config(_parallel(pipeline_parallel_size=2), drafts=object()),
+            "cuda",
+            "--pipeline-parallel-size 2 with --speculative-config",
+        ),
+        (
+            _config(_parallel(pipeline_parallel_size=2), lora=LoRAConfig()),
+            "cuda",
+            "--pipeline-parallel-size 2 with --enable-lora",
+        ),
+        (
+            _config(_parallel(pipeline_parallel_size=2, enable_eplb=True)),
+            "cuda",
+            "--pipeline-parallel-size 2 with --enable-eplb",
+        ),
+        (_config(lora=LoRAConfig(fully_sharded_loras=True)), "cuda", "--fully-sharded-loras"),
+        (
+            _config(
+                model=_model(enable_sleep_mode=True, sleep_mode_backend="cumem"), lora=LoRAConfig()
+            ),
+            "cuda",
+            "LoRA on experts with --enable-sleep-mode",
+        ),
+        (_config(lora=LoRAConfig(), drafts=object()), "cuda", "LoRA with drafts"),
+    ],
+)
+def test_rules_that_vllm_or_this_machine_would_hide(config: Any, device: str, words: str) -> None:
+    with pytest.raises(UnsupportedError, match="cannot serve") as caught:
+        validation.check(config, device)
+    assert words in str(caught.value)
+
+
+def test_several_nodes_and_any_hidden_size_are_left_to_those_who_know() -> None:
+    """Two of vLLM's nodes may be one host, and two hosts one NVLink domain: the transport looks.
+
+    Columns of 32 are a CPU kernel's.
+    """
+    validation.check(_config(_parallel(nnodes=2)), "cpu")
+    model = _model(get_hidden_size=lambda: 100, dtype=torch.bfloat16)
+    validation.check(_config(_parallel(nnodes=2), model), "cuda")
+
+
+def test_ray_is_left_to_platforms_that_name_a_resource(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's CUDA platform does."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "ray_device_key", "GPU", raising=False)
+    validation.check(_config(_parallel(data_parallel_backend="ray", use_ray=True)), "cuda")
+
+
+def test_a_fallback_is_chosen_for_gpus_without_a_shared_head() -> None:
+    options = {"fallback": backend.CARRIER, "mtp_lm_head_tp_size": 2}
+    assert validation.check(_config(fallback=backend.CARRIER), "cuda").fallback == backend.CARRIER
+    config = _config(model=_model(head_dtype=torch.float32), **options)
+    config.speculative_config = SimpleNamespace(
+        method="mtp",
+        draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=[])),
+    )
+    with pytest.raises(UnsupportedError, match="fallback and mtp_lm_head_tp_size"):
+        validation.check(config, "cuda")
+
+
+def test_engines_in_ray_actors_get_our_variables(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM copies variables by prefix to them, and ours is none of its prefixes."""
+    from vllm.platforms import current_platform
+    from vllm.ray.ray_env import get_env_vars_to_copy
+
+    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "SOME_")
+    monkeypatch.setenv("MOE_NVLINK_COMBINE", "fp8_block")
+    assert "MOE_NVLINK_COMBINE" not in get_env_vars_to_copy()
+    config = _create(checkpoint)
+    assert "MOE_NVLINK_COMBINE" not in get_env_vars_to_copy(), "there is no Ray"
+    monkeypatch.setattr(type(current_platform), "ray_device_key", "GPU", raising=False)
+    config.parallel_config.data_parallel_backend = "ray"
+    for _ in range(2):
+        current_platform.check_and_update_config(config)
+        assert os.environ["VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"] == "SOME_,MOE_NVLINK_"
+    assert "MOE_NVLINK_COMBINE" in get_env_vars_to_copy()
+
+
+def test_all_problems_are_told_at_once() -> None:
+    lora = LoRAConfig(fully_sharded_loras=True)
+    config = _config(_parallel(enable_expert_parallel=False, enable_dbo=True), lora=lora)
+    with pytest.raises(UnsupportedError) as caught:
+        validation.check(config, "cpu")
+    assert str(caught.value).count("\n  - ") == 3
+
+
+def test_lora_passes_where_it_is_served() -> None:
+    """On experts, and on other layers also with what experts' adapters do not go with."""
+    others = LoRAConfig(target_modules=["q_proj"], fully_sharded_loras=True)
+    sizes = _parallel(tensor_parallel_size=2, worker_cls="some.where.Worker")
+    for device in ("cpu", "cuda"):
+        validation.check(_config(lora=LoRAConfig()), device)
+        validation.check(_config(sizes, lora=others), device)
+
+
+def test_without_the_flag_nothing_is_checked(checkpoint: Path) -> None:
+    config = _create(
+        checkpoint,
+        all2all_backend=backend.CARRIER,
+        enable_expert_parallel=False,
+        data_parallel_size=1,
+        hf_overrides={"hidden_size": 100},
+    )
+    assert not backend.is_selected(config)
+
+
+# What can be chosen.
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dispach": "mxfp8"}, ["no 'dispach'", "dispatch, combine, quantise"]),
+        ({"dispatch": "fp7"}, ["'fp7' is unknown", "fp8_block", "nvfp4", "auto or bf16"]),
+        ({"dispatch": 8}, ["dispatch=8"]),
+        ({"combine": "mxfp8"}, ["combine='mxfp8'", "bf16, fp8_block, nvfp4, fp8_tensor"]),
+        ({"quantise": "torch"}, ["quantise='torch'", "fused, framework"]),
+        ({"overlap_shared_experts": 1}, ["overlap_shared_experts=1 is not true or false"]),
+        ({"dispatch": "fp8_block"}, ["hidden_size=100", "multiple of 128", "recipe fp8_block"]),
+        ({"dispatch": "mxfp8"}, ["hidden_size=100", "multiple of 32"]),
+        ({"combine": "nvfp4"}, ["combine='nvfp4'", "multiple of 16", "got 100"]),
+        ({"dispatch": "nvfp4", "dispatch_global_scale": 0}, ["dispatch_global_scale=0"]),
+        ({"dispatch": "nvfp4", "dispatch_global_scale": True}, ["dispatch_global_scale=True"]),
+        ({"dispatch": "nvfp4", "dispatch_global_scale": float("nan")}, ["=nan", "2^126"]),
+        ({"dispatch_global_scale": 2.0}, ["which is 'auto'"]),
+    ],
+)
+def test_options_that_are_refused(options: dict[str, Any], words: list[str]) -> None:
+    model = _model(get_hidden_size=lambda: 100)
+    with pytest.raises(UnsupportedError, match="cannot serve") as caught:
+        validation.check(_config(model=model, **options), "cuda")
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_options_must_be_a_dict() -> None:
+    config = SimpleNamespace(additional_config={KEY: "mxfp8"})
+    with pytest.raises(ConfigError, match="is a str, it must be a dict of dispatch, combine"):
+        options_of(config)
+
+
+def test_a_quantised_model_and_all_options_pass() -> None:
+    """Which formats its experts take is known when they are chosen."""
+    for device in ("cpu", "cuda"):
+        for options in ({}, {"dispatch": "bf16"}, {"dispatch": "nvfp4", "combine": "fp8_block"}):
+            validation.check(_config(model=_model(quantization="fp8"), **options), device)
+
+
+def test_the_configuration_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert options_of(None) == Options()
+    monkeypatch.setenv("MOE_NVLINK_DISPATCH", "mxfp8")
+    monkeypatch.setenv("MOE_NVLINK_COMBINE", "nvfp4")
+    assert options_of(_config()) == Options(dispatch="mxfp8", combine="nvfp4")
+    assert options_of(_config(combine="bf16")) == Options(dispatch="mxfp8", combine="bf16")
+    assert options_of(_config(dispatch="auto")).dispatch == "auto"
+    monkeypatch.setenv("MOE_NVLINK_COMBINE", "fp4")
+    with pytest.raises(ConfigError, match="MOE_NVLINK_COMBINE='fp4'"):
+        options_of(_config())
+
+
+# The names we touch.
+
+
+def test_every_name_we_touch_exists_here() -> None:
+    # The CPU build's modules for CUDA do not import, nor do drafts that see images.
+    touched = compat.touched()
+    left_out = [t for t in touched if t.device == "cuda" or t.needed_for == "one draft"]
+    here = [t for t in touched if t not in left_out and not t.since]
+    assert [touched for touched in here if not names.exists(touched)] == []
+    for shared in (False, True):
+        compat.check_names("cpu", drafts=shared, balances=True, adapts=True)
+
+
+def test_a_missing_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = (
+        names.Touched("vllm.no_such_module", "Name", "use"),
+        names.Touched("vllm.platforms.interface", "Platform.no_such_hook", "hook"),
+        names.Touched("vllm.platforms.interface", "Platform.no_such_patch", "patch"),
+        names.Touched("vllm.platforms.interface", "Platform.of_tomorrow", "use", since="9.0"),
+        names.Touched("vllm.platforms.interface", "Platform.of_gpus", "use", device="cuda"),
+        names.Touched("vllm", "of_drafts", "use", needed_for="drafts"),
+        names.Touched("vllm", "of_one", "use", needed_for="one draft"),
+    )
+    by_hand = {**compat.BY_HAND, "plugin.graphs": gone}
+    monkeypatch.setattr(compat, "RULES", compat.RULES._replace(by_hand=by_hand))
+    with pytest.raises(UnsupportedError) as caught:
+        compat.check_names("cpu")
+    assert "vllm.no_such_module.Name" in str(caught.value)
+    assert "vllm.platforms.interface.Platform.no_such_hook" in str(caught.value)
+    assert "RoutedExperts" not in str(caught.value)
+    for not_needed in ("no_such_patch", "of_tomorrow", "of_gpus", "of_drafts", "of_one"):
+        assert not_needed not in str(caught.value)
+    with pytest.raises(UnsupportedError, match="of_drafts") as caught:
+        compat.check_names("cpu", drafts=True)
+    assert "of_one" not in str(caught.value)
+    with pytest.raises(UnsupportedError, match="of_gpus"):
+        compat.check_names("cuda")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "missing"),
+    [
+        ("import get_ep_group", "import get_no_group", "vllm.distributed.get_no_group"),
+        ("import All2AllManagerBase", "import NoBase", "base_device_communicator.NoBase"),
+        ("def max_sms_used", "def max_nothing", "All2AllManagerBase.max_nothing"),
+    ],
+)
+def test_a_name_that_our_source_spells_is_missed(
+    before: str, after: str, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusal names it, with the module of ours that needs it and what that is."""
+    texts = own_source.modules_of(compat.RULES.package)
+    assert before in texts["all2all_manager"]
+    texts["all2all_manager"] = texts["all2all_manager"].replace(before, after)
+    monkeypatch.setattr(own_source, "modules_of", lambda package: texts)
+    with pytest.raises(UnsupportedError) as caught:
+        compat.check_names("cpu")
+    lines = [line for line in str(caught.value).splitlines() if missing in line]
+    assert len(lines) == 1
+    assert lines[0].endswith(
+        ", for all2all_manager: vLLM's all-to-all manager of the expert-parallel group, with a "
+        "worker's exchanges and heads"
+    )
+
+
+def test_names_are_looked_for_only_where_they_are_needed() -> None:
+    """A CPU build lacks modules for CUDA, and a feature that is off needs nothing."""
+    cpu = compat.touched("cpu", {""})
+    assert {one.device for one in cpu} == {"", "cpu"}
+    assert {one.needed_for for one in cpu} == {""}
+    assert not [one for one in cpu if "cuda" in one.why.partition(":")[0]]
+    everywhere = compat.touched()
+    assert {"", "cpu", "cuda"} == {one.device for one in everywhere}
+    features = {"", "adapters", "balancing", "drafts", "one draft", "scheduling"}
+    assert {one.needed_for for one in everywhere} == features
+
+
+def test_every_name_that_we_replace_has_a_reason() -> None:
+    assert patched_for_no_reason(compat.touched()) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "warns"),
+    [("0.32.1", "cpu", False), ("0.34.0", "cpu", True), ("0.32.1+cu130", "cuda", True)],
+)
+def test_an_untried_vllm_is_warned_about(
+    version: str,
+    device: str,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(compat, "vllm_version", lambda: version)
+    compat.warn_if_untried(device)
+    assert (version in caplog.text) == warns

@@ -1,0 +1,228 @@
+"""Our worker class: where vLLM takes it, where it does not, and what it tells our exchange."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
+
+from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
+from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.common.pool import ExchangePool
+from moe_nvlink_plugin.integration.vllm import backend
+from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
+from moe_nvlink_plugin.integration.vllm.choices import WORDING
+from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
+from moe_nvlink_plugin.integration.vllm.plugin import worker
+from moe_nvlink_plugin.testing import ThreadGroup
+from tests.core.exchange.small_exchange import config
+
+pytestmark = pytest.mark.usefixtures("environment")
+
+CPU = "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+class Manager(SimpleNamespace, backend.OurManager):
+    """As much of our manager as a worker uses."""
+
+
+def in_ep_group(manager: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SimpleNamespace(device_communicator=SimpleNamespace(all2all_manager=manager))
+    monkeypatch.setattr("vllm.distributed.get_ep_group", lambda: group)
+
+
+def created(checkpoint: Path, **values: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(checkpoint),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=512,
+        enable_expert_parallel=True,
+        data_parallel_size=2,
+        **values,
+    ).create_engine_config()
+
+
+def test_the_flag_makes_the_worker_ours(checkpoint: Path) -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    asked = created(checkpoint, all2all_backend=backend.BACKEND)
+    assert worker.is_in_place(asked)
+    found = resolve_obj_by_qualname(asked.parallel_config.worker_cls)
+    assert issubclass(found, (worker.TellsOurExchange, resolve_obj_by_qualname(CPU)))
+    assert found.__mro__[1] is worker.TellsOurExchange, "in front of vLLM's"
+    worker.put_in_place(asked)
+    assert resolve_obj_by_qualname(asked.parallel_config.worker_cls) is found, "once more: the same"
+
+
+def test_without_the_flag_it_is_vllms(checkpoint: Path) -> None:
+    config = created(checkpoint)
+    assert config.parallel_config.worker_cls == CPU
+    assert not worker.is_in_place(config)
+
+
+def test_a_users_own_worker_stays(checkpoint: Path) -> None:
+    config = created(checkpoint, all2all_backend=backend.BACKEND, worker_cls="some.where.Worker")
+    assert config.parallel_config.worker_cls == "some.where.Worker"
+    assert not worker.is_in_place(config)
+
+
+def test_startup_ends_when_the_worker_has_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    class VllmsWorker:
+        model_runner = SimpleNamespace(
+            lora_manager=SimpleNamespace(_load_adapter=lambda request: request)
+        )
+
+        def compile_or_warm_up_model(self) -> str:
+            events.append("warmed up")
+            return "times"
+
+    manager = Manager(end_startup=lambda: events.append("start-up over"))
+    in_ep_group(manager, monkeypatch)
+    made: Any = type("Made", (worker.TellsOurExchange, VllmsWorker), {})
+    assert made().compile_or_warm_up_model() == "times"
+    assert events == ["warmed up", "start-up over"]
+    guarded = VllmsWorker.model_runner.lora_manager._load_adapter
+    assert guarded.__wrapped__, "adapters that we cannot serve are refused"
+
+
+def test_a_dummy_batch_is_one_of_an_idle_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    (group,) = ThreadGroup.ranks(1)
+    made_pool = ExchangePool(Ranks(group, 0, 1, WORDING), torch.device("cpu"), Options())
+
+    class VllmsWorker:
+        model_runner = SimpleNamespace(
+            lora_config="some",
+            _set_active_loras=lambda *_given: None,
+            maybe_dummy_run_with_lora=None,
+        )
+
+        def execute_dummy_batch(self) -> None:
+            assert made_pool.is_idle
+            assert self.model_runner.maybe_dummy_run_with_lora is not None, "keeps adapters"
+            raise RuntimeError("out of memory")
+
+    in_ep_group(Manager(pool=made_pool), monkeypatch)
+    made: Any = type("Made", (worker.TellsOurExchange, VllmsWorker), {})
+    assert not made_pool.is_idle
+    with pytest.raises(RuntimeError, match="out of memory"):
+        made().execute_dummy_batch()
+    assert not made_pool.is_idle
+
+
+def test_a_worker_whose_ranks_have_fallen_back_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manager is vLLM's, which knows neither start-up nor idle ranks."""
+    events: list[str] = []
+
+    class VllmsWorker:
+        model_runner = SimpleNamespace(lora_config=None)
+
+        def compile_or_warm_up_model(self) -> str:
+            return "times"
+
+        def execute_dummy_batch(self) -> None:
+            events.append("dummy batch")
+
+    in_ep_group(object(), monkeypatch)
+    made: Any = type("Made", (worker.TellsOurExchange, VllmsWorker), {})
+    assert made().compile_or_warm_up_model() == "times"
+    made().execute_dummy_batch()
+    assert events == ["dummy batch"]
+
+
+@pytest.mark.parametrize(
+    ("tags", "is_restored"), [(None, True), (["weights"], True), (["kv_cache"], False)]
+)
+def test_waking_writes_what_sleep_has_lost(
+    tags: list[str] | None, is_restored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scale that the user named lies among the weights, and vLLM takes it for one of them."""
+    (group,) = ThreadGroup.ranks(1)
+    made_pool = ExchangePool(
+        Ranks(group, 0, 1, WORDING),
+        torch.device("cpu"),
+        Options(dispatch="nvfp4", dispatch_global_scale=0.25),
+    )
+    geometry = Geometry(4, 2, 128, 8, torch.float32)
+    floats = VllmExpertsInput(SimpleNamespace(quant_dtype=None), takes_floats=True)
+    chosen = made_pool.agree_on_format("a layer", floats, geometry)
+    assert chosen.global_scale is not None
+    scale: torch.Tensor = chosen.global_scale
+    woken: list[Any] = []
+
+    class VllmsWorker:
+        def wake_up(self, tags: list[str] | None = None) -> None:
+            scale.fill_(float("nan"))
+            woken.append(tags)
+
+    in_ep_group(Manager(pool=made_pool), monkeypatch)
+    made: Any = type("Made", (worker.TellsOurExchange, VllmsWorker), {})
+    made().wake_up(tags)
+    assert woken == [tags]
+    assert (scale.tolist() == [0.25]) == is_restored
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_the_manager_holds_startup_for_all_layers(
+    holds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The geometry that comes first holds it, those on the same workspace with it."""
+
+    def init(self: Any, cpu_group: Any, tcp_store_group: Any = None) -> None:
+        self.rank, self.world_size = 0, 1
+
+    (group,) = ThreadGroup.ranks(1)
+    monkeypatch.setattr(All2AllManagerBase, "__init__", init)
+    manager = MoeNvlinkAll2AllManager(group, device=torch.device("cpu"), holds_startup=holds)
+    usual = config()
+    geometry = Geometry(4, 2, usual.hidden_size, 8, torch.float32)
+    layers = [manager.pool.exchange(geometry._replace(top_k=top_k)) for top_k in (2, 1)]
+    assert manager.get_handle(geometry._asdict()) is layers[0]
+    for layer in layers:
+        for _ in range(2):
+            layer._layer.workspace.startup.complete_round()
+    states = {layer._layer.workspace.startup._is_over for layer in layers}
+    assert states == {not holds}
+    manager.end_startup()
+    assert all(layer._layer.workspace.startup._is_over for layer in layers)
+    manager.destroy()
+    manager.destroy()
+    assert manager.pool.exchanges == []
+
+
+def test_the_manager_makes_a_part_once_and_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared LM head is one: `draft.mtp` asks for it when it builds a draft."""
+    events: list[str] = []
+
+    class Heads:
+        def __init__(self, ranks: Ranks, device: torch.device) -> None:
+            events.append(f"{ranks.size} rank on {device}")
+
+        def stats(self) -> dict[str, int]:
+            return {"heads": 3}
+
+        def close(self) -> None:
+            events.append("closed")
+
+    def init(self: Any, cpu_group: Any, tcp_store_group: Any = None) -> None:
+        self.rank, self.world_size = 0, 1
+
+    (group,) = ThreadGroup.ranks(1)
+    monkeypatch.setattr(All2AllManagerBase, "__init__", init)
+    manager = MoeNvlinkAll2AllManager(group, device=torch.device("cpu"))
+    assert manager._more_stats() == {}
+    assert manager.part(Heads) is manager.part(Heads)
+    assert manager._more_stats() == {"heads": 3}
+    manager.destroy()
+    assert events == ["1 rank on cpu", "closed"]
