@@ -67,7 +67,7 @@ def suite(folder: Path, files: dict[str, str], *options: str) -> subprocess.Comp
         (folder / name).write_text(text)
     shutil.copytree(ROOT / "tests/support", folder / "tests/support")
     shutil.copy(ROOT / "pyproject.toml", folder)
-    (command,) = re.findall(r"^test: .*\n\t@\$\(PY\) (.*)\$", MAKEFILE.read_text(), re.MULTILINE)
+    (command,) = re.findall(r"^test: .*\n\t@\$\(PY\) ([^$]*)\$", MAKEFILE.read_text(), re.MULTILINE)
     variables = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
     return subprocess.run(
         [sys.executable, *command.split(), "-q", *options],
