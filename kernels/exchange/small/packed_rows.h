@@ -42,42 +42,46 @@ HD PieceOrigin piece_origin(const DispatchArgs& args, int packed_offset) {
   return PieceOrigin{payload, offset, left < kPieceBytes ? left : kPieceBytes};
 }
 
-// Whether the pieces of a payload's rows from `address` on are whole vectors.
-HD bool is_wide(uint64_t address, const PieceOrigin& origin, uint32_t row_bytes) {
-  if (!kAlignedVectorsOnly) return origin.bytes == kPieceBytes;
-  return vector_bytes_for(address, row_bytes) == kPieceBytes;
+// Width of the accesses to the pieces of a payload's rows from `address` on.
+HD int piece_width(uint64_t address, const PieceOrigin& origin, uint32_t row_bytes) {
+  if (!kAlignedVectorsOnly) return origin.bytes == kPieceBytes ? kPieceBytes : 1;
+  return vector_bytes_for(address, row_bytes);
 }
 
 // Loads a token's piece from its payload's source; zeros follow after the end of the row.
 HD Piece load_piece(const DispatchArgs& args, const PieceOrigin& origin, int token) {
   const Payload& payload = args.payloads[origin.payload];
-  const uint64_t source = payload.source + static_cast<uint64_t>(token) * payload.row_bytes +
-                          static_cast<uint64_t>(origin.offset);
-  Piece piece = {};
-  if (is_wide(payload.source, origin, payload.row_bytes)) {
-    load_vector(*reinterpret_cast<Vector<kPieceBytes>*>(&piece),
-                reinterpret_cast<const char*>(source));
-    return piece;
-  }
-  // The words in which the piece lies, one more if the source begins within a word. A word that has a
-  // byte of the row is memory.
-  const int skew = static_cast<int>(source % 4);
-  const uint32_t* words = reinterpret_cast<const uint32_t*>(source - source % 4);
-  uint32_t loaded[5];
-  MOE_NVLINK_UNROLL
-  for (int i = 0; i < 5; ++i) loaded[i] = 4 * i < skew + origin.bytes ? load_word(words + i) : 0;
-  MOE_NVLINK_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const uint64_t pair = static_cast<uint64_t>(loaded[i + 1]) << 32 | loaded[i];
-    if (4 * i < origin.bytes) piece.words[i] = static_cast<uint32_t>(pair >> 8 * skew);
+  const char* source = reinterpret_cast<const char*>(payload.source) +
+                       static_cast<uint64_t>(token) * payload.row_bytes + origin.offset;
+  const int width = piece_width(payload.source, origin, payload.row_bytes);
+  Piece piece;
+  if (width == kPieceBytes) {
+    load_vector(*reinterpret_cast<Vector<kPieceBytes>*>(&piece), source);
+  } else if (width >= 4) {
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      piece.words[i] =
+          4 * i < origin.bytes ? load_word(reinterpret_cast<const uint32_t*>(source) + i) : 0;
+    }
+  } else {  // the source begins within a word; unrolled, or ptxas takes more registers for all rows
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      piece.words[i] = 0;
+      MOE_NVLINK_UNROLL
+      for (int byte = 0; byte < 4; ++byte) {
+        if (4 * i + byte >= origin.bytes) continue;
+        const uint8_t value = load_word(reinterpret_cast<const uint8_t*>(source) + 4 * i + byte);
+        piece.words[i] |= static_cast<uint32_t>(value) << 8 * byte;
+      }
+    }
   }
   return piece;
 }
 
-// Where a piece of received rows goes. A region lies on a vector's boundary.
+// Where a piece of received rows goes.
 struct PieceTarget {
   PieceOrigin origin;
-  bool wide;
+  bool wide;           // whole vectors; else words
   char* first;         // of slot 0
   uint32_t row_bytes;  // of the payload
 
@@ -86,7 +90,8 @@ struct PieceTarget {
     const Payload& payload = args.payloads[origin.payload];
     row_bytes = static_cast<uint32_t>(payload.row_bytes);
     first = region_of(args, args.geometry.ep_rank, payload.region) + origin.offset;
-    wide = is_wide(0, origin, payload.row_bytes);
+    // A region lies on a vector's boundary.
+    wide = piece_width(0, origin, payload.row_bytes) == kPieceBytes;
   }
 
   HD void store(uint32_t slot, const Piece& piece) const {
