@@ -8,6 +8,8 @@
 # make bench   the benchmarks that run anywhere, a few minutes
 # make env     the environment all of them use (they create it when it is missing)
 # make sglang-env  an environment with SGLang beside it, for the tests and for the demonstration
+# make test-oldest  the tests of the core and of the kernels on the oldest versions that pyproject.toml
+#              allows, in .venv-oldest; needs Python 3.10, or OLDEST_PYTHON=its path
 # make clean   remove what tools and builds wrote; make distclean removes the environment too
 #
 # PYTHON=python3.12 chooses the interpreter of the environment, PYTEST_ARGS="tests/core -x" the tests.
@@ -24,6 +26,9 @@ PIP := $(PY) -m pip --disable-pip-version-check -qq
 ENV_READY := $(VENV)/.ready
 ENV_COMPILED := $(VENV)/.compiled
 SGLANG_VENV ?= .venv-sglang
+OLDEST_VENV ?= .venv-oldest
+OLDEST_PYTHON ?= 3.10
+UV := UV_PYTHON_DOWNLOADS=never $(VENV)/bin/uv
 SGLANG_PY := $(SGLANG_VENV)/bin/python
 export MOE_NVLINK_SGLANG_PYTHON ?= $(abspath $(SGLANG_PY))
 SGLANG_READY := $(SGLANG_VENV)/.ready
@@ -37,7 +42,7 @@ BENCHMARKS := "bench_moe_comm.py --iters 30" "bench_recipes.py --iterations 10" 
 	bench_launch.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env sglang-env demo test test-long upstream-tests dist lint typecheck bench clean distclean
+.PHONY: help env sglang-env demo test test-long oldest-env test-oldest upstream-tests dist lint typecheck bench clean distclean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p; s/^# \(PYTHON.*\)/\1/p' Makefile
@@ -96,6 +101,21 @@ $(SGLANG_READY): $(SGLANG_FILES)/requirements.txt | env
 
 sglang-env: $(SGLANG_READY)
 
+# The oldest torch is built for CUDA: some 3 GB. uv chooses the versions; it downloads no interpreter.
+$(OLDEST_VENV)/.ready: pyproject.toml | $(ENV_READY)
+	@echo "creating the environment $(OLDEST_VENV) (a few minutes, once)"
+	@$(PIP) install uv
+	@$(UV) venv -q --clear --python $(OLDEST_PYTHON) $(OLDEST_VENV)
+	@$(UV) pip compile -q --python $(OLDEST_VENV)/bin/python --resolution lowest-direct --extra cuda \
+		pyproject.toml -o $(OLDEST_VENV)/oldest.txt
+	@$(UV) pip install -q --python $(OLDEST_VENV)/bin/python -c $(OLDEST_VENV)/oldest.txt -e ".[test]"
+	@touch $@
+
+oldest-env: $(OLDEST_VENV)/.ready
+
+test-oldest: oldest-env
+	@$(OLDEST_VENV)/bin/python -m pytest -n 2 $(or $(PYTEST_ARGS),tests/core tests/kernels)
+
 # Python 3.10 has no SGLang; its tests are skipped there.
 SGLANG_WHERE_IT_RUNS = $(shell $(firstword $(wildcard $(PY)) $(PYTHON)) -c \
 	'import sys; print("sglang-env" * (sys.version_info >= (3, 11)))')
@@ -133,7 +153,8 @@ bench: env
 
 clean:
 	rm -rf build dist .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
-	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(SGLANG_VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(SGLANG_VENV)/*' \
+		-not -path './$(OLDEST_VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(SGLANG_VENV)
+	rm -rf $(VENV) $(SGLANG_VENV) $(OLDEST_VENV)
