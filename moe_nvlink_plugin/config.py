@@ -126,7 +126,8 @@ class AllToAllConfig:
             0..64; 0: none. It counts against the bound of a call, so all ranks of a round use the
             same kernels. Their rows carry their own flags and take staging memory. `create` lowers
             the number to max_tokens_per_rank, and until the staging takes at most 128 MiB; with a
-            quantising recipe it is 0 if the payloads of a token take more than 16 KiB. None takes
+            quantising recipe it is 0 if the payloads of a token take more than 16 KiB, and with any
+            recipe if the bytes of a payload's row are no multiple of 4. None takes
             MOE_NVLINK_SMALL_TOKENS; if that is unset, as many tokens as these kernels gain for, but
             at most 32, on GPUs (32 at 8 ranks with all SMs of an H200, hidden_size 7168, top_k 8),
             and 0 on CPU ranks, where a fence costs nothing.

@@ -34,7 +34,7 @@ from moe_nvlink_plugin.recipes import (
 
 from .kernels import COMBINE, DISPATCH
 from .scales_layout import LAID_OUT
-from .sizes import COUNTS_REGIONS, packed_offsets
+from .sizes import COUNTS_REGIONS, are_whole_words, packed_offsets
 
 
 def combine_code(config: AllToAllConfig) -> int:
@@ -175,9 +175,10 @@ def set_extra_payloads(
     args.num_payloads = first + len(row_bytes)
     for index, size in enumerate(row_bytes):
         args.payloads[first + index].row_bytes = size
-    payloads = args.payloads[: args.num_payloads]
-    offsets, args.packed_bytes = packed_offsets(payload.row_bytes for payload in payloads)
+    sizes = [payload.row_bytes for payload in args.payloads[: args.num_payloads]]
+    offsets, packed = packed_offsets(sizes)
     args.packed_offsets[: len(offsets)] = offsets
+    args.packed_bytes = packed if are_whole_words(sizes) else 0
     code = _formats(config) ^ number_code(layer_number)
     args.geometry.formats = code ^ _payloads_code(config, row_bytes) << 7
 

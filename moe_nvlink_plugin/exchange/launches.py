@@ -124,10 +124,16 @@ class LayerLaunches:
     def dispatch(self, args: Any) -> None:
         """Launch dispatch with DispatchArgs, which the launch copies. Collective; capturable.
 
-        All ranks of a round have the same bound, so all of them launch the same kernel.
+        All ranks of a round have the same bound and rows of the same bytes, so all of them launch
+        the same kernel.
         """
-        # Without small batches nothing is asked: ctypes makes an object of a geometry.
-        if self._most_small and args.geometry.max_tokens_per_rank <= self._most_small:
+        # Without small batches nothing is asked: ctypes makes an object of a geometry. Rows that
+        # are no whole words have no packed row.
+        if (
+            self._most_small
+            and args.geometry.max_tokens_per_rank <= self._most_small
+            and args.packed_bytes
+        ):
             self._small_dispatches[args.quantiser](args)
         else:
             self._dispatches[args.quantiser](args)

@@ -113,6 +113,11 @@ def packed_bytes(row_bytes: Iterable[int]) -> int:
     return packed_offsets(row_bytes)[1]
 
 
+def are_whole_words(row_bytes: Iterable[int]) -> bool:
+    """Return whether units can carry rows of these bytes: as whole words of 4 bytes. Local."""
+    return all(size % 4 == 0 for size in row_bytes)
+
+
 def staged_bytes(row_bytes: int) -> int:
     """Return the bytes of a row of so many bytes as units. Local."""
     return -(-row_bytes // UNIT_DATA_BYTES) * UNIT_BYTES
@@ -123,7 +128,7 @@ def combines_small_batches(config: AllToAllConfig) -> bool:
 
     Units carry unquantised rows of whole 4-byte words.
     """
-    return config.combine == "bf16" and widest_combine_row(config) % 4 == 0
+    return config.combine == "bf16" and are_whole_words([widest_combine_row(config)])
 
 
 def small_combine_tokens(config: AllToAllConfig) -> int:

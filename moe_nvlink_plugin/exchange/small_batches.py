@@ -14,7 +14,13 @@ from moe_nvlink_plugin.launch.shape import ceil_div
 from moe_nvlink_plugin.recipes import QuantisingRecipe, Recipe
 
 from .shapes import SmallSizes
-from .sizes import packed_bytes, payload_rows, staging_rows, widest_combine_row
+from .sizes import (
+    are_whole_words,
+    packed_bytes,
+    payload_rows,
+    staging_rows,
+    widest_combine_row,
+)
 
 #: Bytes of a packed row that one CTA of a small batch stages (kPartBytes of config.h).
 PART_BYTES = 3072
@@ -53,6 +59,8 @@ def with_small_tokens(config: AllToAllConfig, recipe: Recipe, num_sms: int) -> A
     token_bytes = config.ep_size * sum(staging_rows(config, packed).values())
     most = min(asked, config.max_tokens_per_rank, MAX_STAGING_BYTES // token_bytes)
     if isinstance(recipe, QuantisingRecipe) and packed > MAX_STAGED_BYTES:
+        most = 0
+    if not are_whole_words(row.row_bytes for row in rows.values()):
         most = 0
     to_combine = most if to_combine is None else min(to_combine, most)
     return dataclasses.replace(config, small_tokens=most, small_combine_tokens=to_combine)

@@ -33,7 +33,7 @@ FIVE = Case(
     num_experts=12,
     top_k=5,
     routing="invalid",
-    extras=((torch.uint8, (5,)),),
+    extras=((torch.uint8, (8,)),),
     left_out=(1, 3),
 )
 CASES = (

@@ -7,8 +7,10 @@ import dataclasses
 import pytest
 import torch
 
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants
+from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks
 from tests.support import cases, compare, kernel_texts
 from tests.support.cases import Case, make_inputs, run_case
 from tests.support.delays import replace_once
@@ -266,22 +268,63 @@ def test_lanes_of_the_gpu_in_combine(
     compare.check_case(dataclasses.replace(case, combine=combine, top_k=4))
 
 
-@pytest.mark.parametrize(("recipe", "hidden_size"), [(None, 43), ("fp8_token", 43), ("mxfp8", 352)])
+@pytest.mark.parametrize(("recipe", "hidden_size"), [(None, 42), ("fp8_token", 44), ("mxfp8", 384)])
 @pytest.mark.parametrize("top_k", [3, 4])
 def test_lanes_of_the_gpu_in_small_batches(
     recipe: str | None, hidden_size: int, top_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slots that lanes count together, ids by vectors where they may, accesses to odd rows."""
+    """Slots that lanes count together, ids by vectors where they may, accesses to rows of words."""
     library = library_with_lanes(kernel_texts.host_source())
     monkeypatch.setattr(host, "load", lambda _text: library)
     case = quantised_case(recipe or "bf16", hidden_size)
-    odd: tuple[cases.Extra, ...] = (
-        (torch.uint8, (3001,)),
-        (torch.int16, (5,)),
+    words: tuple[cases.Extra, ...] = (
+        (torch.uint8, (3004,)),
+        (torch.int16, (6,)),
         (torch.float32, (7,)),
     )
     case = dataclasses.replace(case, recipe=recipe, tokens=(17, 9), capacity=17, top_k=top_k)
-    compare.check_case(dataclasses.replace(case, small=True, extras=odd))
+    compare.check_case(dataclasses.replace(case, small=True, extras=words))
+
+
+@pytest.mark.parametrize("hidden_size", [42, 1600])
+def test_small_batches_from_within_words(hidden_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of a view may begin at any byte; a vector's load would begin before them."""
+    library = library_with_lanes(kernel_texts.host_source())
+    monkeypatch.setattr(host, "load", lambda _text: library)
+
+    def rank_main(group: ThreadGroup) -> None:
+        config = AllToAllConfig(
+            ep_size=2,
+            ep_rank=group.rank,
+            num_experts=4,
+            top_k=4,
+            hidden_size=hidden_size,
+            max_tokens_per_rank=5,
+            small_tokens=5,
+            extra_payload_bytes=(8,),
+        )
+        hidden, ids, weights = random_inputs(config, 5, torch.Generator().manual_seed(group.rank))
+        extra = torch.arange(40, dtype=torch.uint8).view(5, 8)
+        with MoeAllToAll.create(config, group) as layer:
+            assert layer.config.small_tokens == 5
+            for skew in range(4):
+                received = layer.dispatch(
+                    skewed(hidden, skew % 2), ids, weights, [skewed(extra, skew)]
+                )
+                mine = slice(5 * group.rank, 5 * group.rank + 5)
+                assert torch.equal(received.hidden_states[mine], hidden)
+                assert torch.equal(received.extra_payloads[0][mine], extra)
+                layer.combine(received.hidden_states, received.metadata)
+
+    run_ranks(2, rank_main)
+
+
+def skewed(rows: torch.Tensor, skew: int) -> torch.Tensor:
+    """The same rows, so many elements behind a vector's boundary."""
+    memory = torch.empty(rows.numel() + skew, dtype=rows.dtype)
+    view = memory[skew:].view(rows.shape)
+    assert memory.data_ptr() % 16 == 0
+    return view.copy_(rows)
 
 
 def test_vectors_across_their_boundary_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

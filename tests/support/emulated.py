@@ -31,6 +31,7 @@ from moe_nvlink_plugin.exchange.sizes import (
     payload_rows,
     small_combine_tokens,
 )
+from moe_nvlink_plugin.exchange.small_batches import with_small_tokens
 from moe_nvlink_plugin.jit import cache, host, nvrtc
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.launch.arguments import element_code
@@ -364,7 +365,8 @@ def config_of(case: Case, timeout_s: float = 10.0) -> Callable[[int], AllToAllCo
 
 def is_small(config: AllToAllConfig, verb: str = "dispatch") -> bool:
     """Whether a verb of the whole capacity goes through the kernel for small batches."""
-    most = small_combine_tokens(config) if verb == "combine" else config.small_tokens or 0
+    fitting = with_small_tokens(config, find_recipe(config), 0)
+    most = small_combine_tokens(fitting) if verb == "combine" else fitting.small_tokens or 0
     return config.max_tokens_per_rank <= most
 
 

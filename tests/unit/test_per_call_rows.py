@@ -266,10 +266,15 @@ def extras_of(rows: torch.Tensor, number: int) -> list[torch.Tensor]:
     return kinds[number % len(kinds)]
 
 
+@pytest.mark.parametrize("small_tokens", [0, CAPACITY], ids=["bulk", "small"])
 @pytest.mark.parametrize("ep_size", [1, 2])
-def test_extra_payloads_that_change_from_call_to_call(ep_size: int) -> None:
+def test_extra_payloads_that_change_from_call_to_call(ep_size: int, small_tokens: int) -> None:
+    """Those that are no whole words go by the kernel for large batches in a small batch too."""
+
     def rank_main(group: ThreadGroup) -> None:
-        with MoeAllToAll.create(config(group, extra_payload_bytes=(8, 4)), group) as layer:
+        mine = config(group, extra_payload_bytes=(8, 4), small_tokens=small_tokens)
+        with MoeAllToAll.create(mine, group) as layer:
+            assert layer.config.small_tokens == small_tokens
             for number in range(12):
                 bound = number % CAPACITY + 1
                 inputs = inputs_of(layer, (number + group.rank) % (bound + 1), number + group.rank)
@@ -302,13 +307,18 @@ def test_extra_payloads_without_room(alone: MoeAllToAll) -> None:
     alone.combine(alone.combine_input(), received.metadata)
 
 
-def test_ranks_with_other_extra_payloads() -> None:
+@pytest.mark.parametrize(
+    ("small_tokens", "sizes"),
+    [(0, (4, 8)), (CAPACITY, (4, 8)), (CAPACITY, (4, 3))],
+    ids=["bulk", "small", "by kernels of both kinds"],
+)
+def test_ranks_with_other_extra_payloads(small_tokens: int, sizes: tuple[int, int]) -> None:
     def rank_main(group: ThreadGroup) -> None:
-        mine = config(group, extra_payload_bytes=(8, 4), timeout_s=20)
+        mine = config(group, extra_payload_bytes=(8, 4), timeout_s=20, small_tokens=small_tokens)
         with MoeAllToAll.create(mine, group) as layer:
-            inputs = inputs_of(layer, 2)
-            layer.dispatch(*inputs, ([torch.zeros(2)], [torch.zeros(2, 2)])[group.rank])
+            extra = torch.zeros(2, sizes[group.rank], dtype=torch.uint8)
+            layer.dispatch(*inputs_of(layer, 2), [extra])
 
     for rank, outcome in enumerate(try_ranks(2, rank_main)):
         assert isinstance(outcome, DisagreementError), repr(outcome)
-        assert f"extra payloads of ({4 + 4 * rank},) bytes" in str(outcome)
+        assert f"extra payloads of ({sizes[rank]},) bytes" in str(outcome)

@@ -248,7 +248,7 @@ HD void lay_out_piece(const DispatchArgs& args, const PieceOrigin& origin, int64
                       const Piece& piece) {
   const Geometry& geometry = args.geometry;
   const int row_bytes = static_cast<int>(args.payloads[origin.payload].row_bytes);
-  const uint32_t num_words = static_cast<uint32_t>(row_bytes + 3) / 4;
+  const uint32_t num_words = static_cast<uint32_t>(row_bytes) / 4;
   const uint32_t num_slots =
       static_cast<uint32_t>(geometry.ep_size) * static_cast<uint32_t>(geometry.max_tokens_per_rank);
   const ScalesPlace place(args.scales_layout == kScalesLayoutInterleaved,
@@ -258,7 +258,6 @@ HD void lay_out_piece(const DispatchArgs& args, const PieceOrigin& origin, int64
       place.first + origin.offset / 4 * place.step;
   MOE_NVLINK_UNROLL
   for (int i = 0; i < 4; ++i) {
-    // Zeros fill up the last word, as they follow the row's end in the packed row.
     if (4 * i < origin.bytes) store_word(target + i * place.step, piece.words[i]);
   }
 }

@@ -108,7 +108,8 @@ HD void send_parts_of_tokens(const DispatchArgs& args, const Cta& cta, const Sma
 // Quantised rows. A CTA takes a whole row, because the lanes of a block, or all of them, share a
 // scale.
 
-// The packed row of the CTA, in shared memory, as the target of a quantiser.
+// The packed row of the CTA, in shared memory, as the target of a quantiser. What lies between a
+// quantised payload's row and the next multiple of 16 travels too, and is read by nobody.
 struct StagedTarget {
   char* row;
   char* scales;
@@ -127,15 +128,6 @@ struct StagedTarget {
     put(scales + offset, vector);
   }
 };
-
-// Leaves zeros between the end of a quantised payload's row and the next multiple of 16.
-HD void clear_rest(const DispatchArgs& args, const Cta& cta, int payload, char* staged) {
-  const int row_bytes = static_cast<int>(args.payloads[payload].row_bytes);
-  const int end = (row_bytes + kPieceBytes - 1) / kPieceBytes * kPieceBytes;
-  char* row = staged + args.packed_offsets[payload];
-  MOE_NVLINK_ROLLED
-  for (int i = row_bytes + cta.thread; i < end; i += cta.num_threads) row[i] = 0;
-}
 
 // Whether a piece of the packed row is loaded as it is.
 template <class Config>
@@ -210,10 +202,6 @@ struct QuantiseAndSendTokens {
       if (is_loaded<Config>(args, origin)) {
         piece_in(shared.staged, i) = load_piece(args, origin, token);
       }
-    }
-    clear_rest(args, cta, kFirstCallerPayload, shared.staged);
-    if (is_quantised<Config>(args, kFirstCallerPayload + 1)) {
-      clear_rest(args, cta, kFirstCallerPayload + 1, shared.staged);
     }
   }
 };

@@ -1,5 +1,6 @@
 // Packed rows: the payload rows of a token one after another, each from a multiple of 16 bytes on.
-// They lie in shared memory in parts, between the payloads' regions and the units that travel.
+// They lie in shared memory in parts, between the payloads' regions and the units that travel. Every
+// row is whole words of 4 bytes: the host sends others by the kernels for large batches.
 #pragma once
 
 #include "../../include/moe_nvlink/args.h"
@@ -27,7 +28,7 @@ HD const Piece& piece_in(const char* staged, int piece) {
 struct PieceOrigin {
   int payload;
   int offset;  // of the first byte in the payload's row
-  int bytes;   // 1..16; fewer than 16 at the end of the row
+  int bytes;   // 4, 8, 12 or 16; fewer than 16 at the end of the row
 };
 
 HD PieceOrigin piece_origin(const DispatchArgs& args, int packed_offset) {
@@ -62,7 +63,7 @@ HD Piece load_piece(const DispatchArgs& args, const PieceOrigin& origin, int tok
       piece.words[i] =
           4 * i < origin.bytes ? load_word(reinterpret_cast<const uint32_t*>(source) + i) : 0;
     }
-  } else {
+  } else {  // the source begins within a word; unrolled, or ptxas takes more registers for all rows
     MOE_NVLINK_UNROLL
     for (int i = 0; i < 4; ++i) {
       piece.words[i] = 0;
@@ -80,7 +81,7 @@ HD Piece load_piece(const DispatchArgs& args, const PieceOrigin& origin, int tok
 // Where a piece of received rows goes.
 struct PieceTarget {
   PieceOrigin origin;
-  int width;           // of the accesses
+  bool wide;           // whole vectors; else words
   char* first;         // of slot 0
   uint32_t row_bytes;  // of the payload
 
@@ -89,26 +90,17 @@ struct PieceTarget {
     const Payload& payload = args.payloads[origin.payload];
     row_bytes = static_cast<uint32_t>(payload.row_bytes);
     first = region_of(args, args.geometry.ep_rank, payload.region) + origin.offset;
-    width = piece_width(0, origin, payload.row_bytes);  // a region lies on a vector's boundary
+    // A region lies on a vector's boundary.
+    wide = piece_width(0, origin, payload.row_bytes) == kPieceBytes;
   }
 
   HD void store(uint32_t slot, const Piece& piece) const {
     char* target = first + static_cast<uint64_t>(slot) * row_bytes;
-    if (width == kPieceBytes) {
-      store_vector(target, *reinterpret_cast<const Vector<kPieceBytes>*>(&piece));
-    } else if (width >= 4) {
-      MOE_NVLINK_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        if (4 * i < origin.bytes) {
-          store_word(reinterpret_cast<uint32_t*>(target) + i, piece.words[i]);
-        }
-      }
-    } else {
-      MOE_NVLINK_UNROLL
-      for (int i = 0; i < kPieceBytes; ++i) {
-        if (i >= origin.bytes) break;
-        store_word(reinterpret_cast<uint8_t*>(target) + i,
-                   static_cast<uint8_t>(piece.words[i / 4] >> i % 4 * 8));
+    if (wide) return store_vector(target, *reinterpret_cast<const Vector<kPieceBytes>*>(&piece));
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      if (4 * i < origin.bytes) {
+        store_word(reinterpret_cast<uint32_t*>(target) + i, piece.words[i]);
       }
     }
   }

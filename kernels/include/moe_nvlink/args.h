@@ -65,7 +65,7 @@ struct DispatchArgs {
   uint32_t laid_out_region;  // its scales in that layout, in this rank's workspace
   uint32_t staging_region;   // small batches: [ep_size, max_tokens_per_rank, units] of packed rows
   uint32_t packed_offsets[kMaxPayloads];  // small batches: where each payload's row begins in it
-  uint32_t packed_bytes;           // small batches: bytes of a token's packed row, a multiple of 16
+  uint32_t packed_bytes;           // small batches: bytes of a packed row, a multiple of 16; or 0
   uint32_t senders;                // small batches: CTAs that send; 0: all CTAs do all
   uint32_t num_expert_counts;      // words that each rank sends to every rank; 0: none
   uint32_t counts_region;          // [ep_size, num_expert_counts] u32: what each rank has sent
