@@ -53,7 +53,7 @@ def test_what_is_asked_for() -> None:
 def test_units_carry_whole_words() -> None:
     """A rank's own rows decide: of the activations, of their scales, and of extra payloads."""
     assert limits(H200_SMS, hidden_size=7169) == (0, 0)
-    assert limits(H200_SMS, hidden_size=7170)[0] != 0
+    assert limits(H200_SMS, small_tokens=16, hidden_size=7170) == (16, 16)
     assert limits(H200_SMS, small_tokens=16, recipe="fp8_tensor", hidden_size=7170) == (0, 0)
     assert limits(H200_SMS, small_tokens=16, recipe="mxfp8", hidden_size=2880) == (0, 0)
     assert limits(H200_SMS, small_tokens=16, recipe="nvfp4", hidden_size=2880)[0] == 16
