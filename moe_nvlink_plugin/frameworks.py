@@ -11,9 +11,10 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pluggy
 
@@ -63,6 +64,8 @@ class Framework:
     look: Callable[[Mapping[str, str]], Finding | None] | None = None
 
 
+logger = logging.getLogger(__name__)
+
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
@@ -83,7 +86,15 @@ def installed() -> tuple[Framework, ...]:
         plugins.load_setuptools_entrypoints(ENTRY_POINT_GROUP)
     if importlib.util.find_spec(FOLDER) is not None:
         plugins.register(importlib.import_module(f"{FOLDER}.frameworks"), name="builtin")
-    return tuple(one for found in plugins.hook.moe_nvlink_frameworks() for one in found)
+    found: list[Framework] = []
+    for one in reversed(plugins.hook.moe_nvlink_frameworks.get_hookimpls()):
+        try:
+            members: Any = one.function()
+            found += members
+        except Exception:
+            # Error messages of ours come here, and must not end in a plugin's mistake.
+            logger.warning("moe_nvlink: the plugin %s names no framework", one.plugin_name)
+    return tuple(found)
 
 
 def named(what: str) -> str:

@@ -120,6 +120,19 @@ class _Plan(NamedTuple):
         return cls(ids, weights, rows or (0,))
 
 
+class _Internals:
+    """An attribute of FlashInfer's object that shows the workspace of its kernels."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> NoReturn:
+        raise AttributeError(
+            f"moe_nvlink's MoeAlltoAll has no {self._name}, which shows the workspace of "
+            "FlashInfer's kernels; ours have another one, and dispatch returns all that arrives"
+        )
+
+
 class MoeAlltoAll:
     """Dispatch and combine with the methods of `flashinfer.comm.MoeAlltoAll`.
 
@@ -154,6 +167,10 @@ class MoeAlltoAll:
 
     # The exchanges, one for each size of workspace, as FlashInfer caches them.
     _WORKSPACE_CACHE: dict[_Geometry, OpaqueRows] = {}  # noqa: RUF012
+
+    metainfo = _Internals()
+    mnnvl_mem = _Internals()
+    workspace = _Internals()
 
     @overrides
     def __init__(

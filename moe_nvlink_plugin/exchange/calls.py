@@ -92,11 +92,12 @@ class Dispatched(NamedTuple):
 
     `max_tokens` is the bound of the dispatch, by default max_tokens_per_rank. The rows are
     rank-major. Rows `s * max_tokens` up to, but not including, `s * max_tokens + recv_counts[s]`
-    came from rank s. If max_tokens is at most config.small_tokens, they have the order of that
-    rank's tokens; otherwise the order may differ from call to call. The remaining rows of each
-    rank's slice are empty. With `received_ids="global"`, all `topk_ids` of an empty row are -1, and
-    its other contents are arbitrary. Otherwise its `topk_ids` are the absent id, its `topk_weights`
-    are 0, and its other contents are arbitrary.
+    came from rank s. If max_tokens is at most config.small_tokens and the rows of all payloads are
+    multiples of 4 bytes, they have the order of that rank's tokens; otherwise the order may differ
+    from call to call. The remaining rows of each rank's slice are empty. With
+    `received_ids="global"`, all `topk_ids` of an empty row are -1, and its other contents are
+    arbitrary. Otherwise its `topk_ids` are the absent id, its `topk_weights` are 0, and its other
+    contents are arbitrary.
 
     Under torch.compile, only the experts' output that combine takes may depend on these tensors.
     The compiler may move any other reader after the combine, where the peers' next dispatch may

@@ -81,10 +81,11 @@ def _choices() -> str:
     return ", ".join(f"{axis.placeholder} is one of {', '.join(axis.choices())}" for axis in named)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str = "") -> argparse.ArgumentParser:
+    """Return the parser. Only the text of `top` asks plugins, which may import torch."""
     parser = argparse.ArgumentParser(prog="moe-nvlink", description=__doc__)
     parser.add_argument("--version", action="version", version=f"moe-nvlink {own_version()}")
-    serving = frameworks.named(frameworks.METRICS)
+    serving = frameworks.named(frameworks.METRICS) if command == "top" else ""
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser(
         "doctor",
@@ -190,7 +191,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the console script; return its exit code."""
-    options = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = _parser(given[0] if given else "").parse_args(given)
     try:
         return _run(options)
     except MoeNvlinkError as error:

@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import pluggy
 import pytest
 
 from moe_nvlink_plugin import env, frameworks
@@ -99,3 +100,24 @@ def test_top_says_whose_servers_it_reads(
     assert "from the metrics of one or several servers, and again" in shown()
     told.append(Framework("Other", advice={frameworks.METRICS: ""}))
     assert "from the metrics of one or several Other servers, and again" in shown()
+
+
+class Careless:
+    """A plugin of somebody else's, whose hook fails."""
+
+    @frameworks.hookimpl
+    def moe_nvlink_frameworks(self) -> list[Framework]:
+        raise RuntimeError("no such file")
+
+
+def test_a_plugin_that_fails_is_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(plugins: pluggy.PluginManager, group: str) -> int:
+        plugins.register(Careless(), name="careless")
+        return 1
+
+    monkeypatch.setattr(pluggy.PluginManager, "load_setuptools_entrypoints", load)
+    found = frameworks.installed.__wrapped__()
+    assert [one.name for one in found] == [one.name for one in frameworks.installed()]
+    assert "the plugin careless names no framework" in caplog.text

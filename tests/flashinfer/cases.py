@@ -653,6 +653,11 @@ def _refused_dispatches(subject: Any, payloads: list[torch.Tensor]) -> None:
         moe_alltoall._ep_group(mapping_of(0, 1), None)
     with pytest.raises(UnsupportedError, match="no checkpoint_prepare; use a new MoeAlltoAll"):
         subject.checkpoint_prepare()
+    # In these FlashInfer's own tests read counters.
+    for name in ("metainfo", "mnnvl_mem", "workspace"):
+        assert not hasattr(subject, name)
+        with pytest.raises(AttributeError, match=f"no {name}, which shows the workspace of Flash"):
+            getattr(subject, name)
     with pytest.raises(UnsupportedError, match="no moe_a2a_dispatch on a caller's workspace; use"):
         flashinfer.comm.moe_a2a_dispatch(ids, payloads)
 

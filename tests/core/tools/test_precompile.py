@@ -341,6 +341,23 @@ def test_compiling_processes_import_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
+@pytest.mark.parametrize("arguments", [["precompile", "--help"], ["--version"]])
+def test_the_command_asks_no_plugin(arguments: list[str]) -> None:
+    """A plugin may import torch, whose NVRTC may be too old for the kernels."""
+    code = (
+        "import sys; from moe_nvlink_plugin import frameworks\n"
+        "from moe_nvlink_plugin.tools import cli\n"
+        "frameworks.installed = None\n"
+        f"try: cli.main({arguments})\n"
+        "except SystemExit: pass\n"
+        "raise SystemExit('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_default_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "unavailable", lambda: "no driver")
     assert precompile.default_architectures() == list(nvrtc.ARCHITECTURES)
