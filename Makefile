@@ -114,7 +114,7 @@ $(OLDEST_VENV)/.ready: pyproject.toml | $(ENV_READY)
 oldest-env: $(OLDEST_VENV)/.ready
 
 test-oldest: oldest-env
-	@$(OLDEST_VENV)/bin/python -m pytest -n 2 $(or $(PYTEST_ARGS),tests/core tests/kernels)
+	@$(OLDEST_VENV)/bin/python -m pytest -n 2 tests/core tests/kernels $(PYTEST_ARGS)
 
 # Python 3.10 has no SGLang; its tests are skipped there.
 SGLANG_WHERE_IT_RUNS = $(shell $(firstword $(wildcard $(PY)) $(PYTHON)) -c \

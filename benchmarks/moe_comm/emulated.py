@@ -471,8 +471,8 @@ def _told(options: Options, mine: Any, clock: Clock, verbs: dict[str, Body]) -> 
     launch = BRANCHES if mine.branches else GRAPH if options.cuda_graph else PLAIN
     extra: Row = {"given": mine.given, "launch": launch, "shows": SHOWS}
     if isinstance(mine, Layer):
-        extra["is_small"] = emulated.is_small(mine.ranks.config)
-        extra["combine_is_small"] = emulated.is_small(mine.ranks.config, "combine")
+        extra["is_small"] = cases.is_small(mine.ranks.config)
+        extra["combine_is_small"] = cases.is_small(mine.ranks.config, "combine")
     if options.kernel_breakdown:
         try:
             of = {verb: clock.kernels(body, mine.before.get(verb)) for verb, body in verbs.items()}

@@ -6,7 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import importlib.util
+import importlib.metadata
 import sys
 import threading
 import time
@@ -69,6 +69,7 @@ def beside(fake: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None
 # Ours.
 
 
+@pytest.mark.long
 def test_rows_of_emulated_ranks() -> None:
     shown: list[Any] = []
     options = dataclasses.replace(SMALL, batches=(1, 3), cuda_graph=True, kernel_breakdown=True)
@@ -272,6 +273,7 @@ def test_figures_outlive_a_profiler_that_fails(monkeypatch: pytest.MonkeyPatch) 
 # Ours, launched as a peer is.
 
 
+@pytest.mark.long
 def test_ranks_on_branches_launch_what_the_product_launches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,7 +380,7 @@ def test_ours_goes_on_alone_where_a_peer_fails(
 
 
 def test_names_that_an_installed_release_has() -> None:
-    if importlib.util.find_spec("flashinfer") is None:
+    if not [*importlib.metadata.distributions(name="flashinfer-python")]:
         pytest.skip("flashinfer is not installed; its interface was read from 0.7.2.post1")
     api_module.load()
 

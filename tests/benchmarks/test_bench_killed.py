@@ -37,6 +37,7 @@ _HEAD = "bench_lm_head.py --groups 2 --vocab 256 --hidden 64 --rows 1 4 --iterat
 _HEAD += " --output_file PATH"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "written_by_a_rank"),
     [

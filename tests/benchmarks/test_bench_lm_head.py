@@ -51,6 +51,7 @@ def run(folder: Path, *options: str) -> tuple[str, dict[str, Any]]:
     return done.stdout, json.loads(output.read_text())
 
 
+@pytest.mark.long
 def test_on_cpu_ranks(tmp_path: Path) -> None:
     printed, result = run(tmp_path, "--groups", "2", "3")
     command_line = result["machine"]["command"]
@@ -75,6 +76,7 @@ def test_on_cpu_ranks(tmp_path: Path) -> None:
         assert f"groups of {group['tp_size']}: faster up to" in printed
 
 
+@pytest.mark.long
 def test_rates_of_cpu_ranks(tmp_path: Path) -> None:
     """What is printed is what stands in cost.py."""
     printed, result = run(tmp_path, "--rates", "--groups", "2", "--seconds", "0.01")

@@ -153,6 +153,7 @@ def _checks(rank: int, _size: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.long
 def test_a_backend_that_loses_or_alters_a_row_is_refused(tmp_path: Path) -> None:
     of_ranks = run_processes(2, _checks, tmp_path)
     assert len(of_ranks[0]) == 5 * 2 * 4 + 6 * 3 + 3
@@ -247,6 +248,7 @@ def test_a_run(tmp_path: Path) -> None:
     assert "not measured: GPUs and NVLink" in done.stdout
 
 
+@pytest.mark.long
 def test_no_process_outlives_a_rank_that_dies(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     running = subprocess.Popen(

@@ -16,7 +16,7 @@ from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.support import kernel_texts
 from tests.support.ptx import build
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def lonely(group: ThreadGroup, small_tokens: int) -> int:

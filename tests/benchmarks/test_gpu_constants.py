@@ -17,7 +17,7 @@ from moe_nvlink_plugin import driver
 from moe_nvlink_plugin.jit import nvrtc
 from tests.support.ptx import costs
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def run(folder: Path, *options: str, **variables: str) -> tuple[int, dict[str, Any]]:

@@ -152,6 +152,8 @@ def test_rounds(recipe: str | None, calls: Calls) -> None:
     choices = itertools.product(DTYPES, cases.COMBINE_FORMATS, (False, True))
     for (dtype, back, small), add in zip(choices, itertools.cycle(cases.ADDS), strict=False):
         sizes = dataclasses.replace(ROUNDS, dtype=dtype, small=small, add=add, scale=-1.5)
+        if small:  # rows and scales of whole words, which the kernels for small batches take
+            sizes = dataclasses.replace(sizes, hidden_size=384)
         case = cases.with_formats(sizes, recipe, back)
         inputs = cases.make_inputs(case)
         backend = Aarch64Backend(calls, case.num_threads)

@@ -43,7 +43,7 @@ def fitting(all_cases: tuple[Case, ...]) -> tuple[Case, ...]:
     return tuple(
         case
         for case in all_cases
-        if case.capacity <= most and emulated.is_small(small(case).config(0))
+        if case.capacity <= most and cases.is_small(small(case).config(0))
     )
 
 

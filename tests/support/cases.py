@@ -12,6 +12,8 @@ import torch
 
 from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll, rank_mask, reference
 from moe_nvlink_plugin.config import local_expert_range
+from moe_nvlink_plugin.exchange.sizes import small_combine_tokens
+from moe_nvlink_plugin.exchange.small_batches import with_small_tokens
 from moe_nvlink_plugin.plugins import find_recipe
 from moe_nvlink_plugin.recipes import QuantisedRows, QuantisingRecipe
 from moe_nvlink_plugin.testing import ThreadGroup, generators, random_inputs, run_ranks
@@ -88,6 +90,13 @@ class Case:
             scales_layout=self.scales_layout,
             num_expert_counts=self.num_expert_counts,
         )
+
+
+def is_small(config: AllToAllConfig, verb: str = "dispatch") -> bool:
+    """Whether a verb of the whole capacity goes through the kernel for small batches."""
+    fitting = with_small_tokens(config, find_recipe(config), 0)
+    most = small_combine_tokens(fitting) if verb == "combine" else fitting.small_tokens or 0
+    return config.max_tokens_per_rank <= most
 
 
 class Inputs(NamedTuple):

@@ -29,9 +29,7 @@ from moe_nvlink_plugin.exchange import arguments, checks
 from moe_nvlink_plugin.exchange.sizes import (
     layer_layout,
     payload_rows,
-    small_combine_tokens,
 )
-from moe_nvlink_plugin.exchange.small_batches import with_small_tokens
 from moe_nvlink_plugin.jit import cache, host, nvrtc
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.launch.arguments import element_code
@@ -39,7 +37,7 @@ from moe_nvlink_plugin.launch.shape import Limits, Shape
 from moe_nvlink_plugin.memory.layout import Region, WorkspaceLayout
 from moe_nvlink_plugin.plugins import find_recipe
 from tests.support import cases, compare, emulated_text
-from tests.support.cases import Case, Inputs, Seen
+from tests.support.cases import Case, Inputs, Seen, is_small
 from tests.support.delays import replace_once
 from tests.support.ptx.backend import PtxBackend
 from tests.support.ranks import run_threads
@@ -361,13 +359,6 @@ class Received(NamedTuple):
 def config_of(case: Case, timeout_s: float = 10.0) -> Callable[[int], AllToAllConfig]:
     """rank -> configuration. A wait that hangs must not use up the minutes of a lent GPU."""
     return lambda rank: dataclasses.replace(case.config(rank), timeout_s=timeout_s)
-
-
-def is_small(config: AllToAllConfig, verb: str = "dispatch") -> bool:
-    """Whether a verb of the whole capacity goes through the kernel for small batches."""
-    fitting = with_small_tokens(config, find_recipe(config), 0)
-    most = small_combine_tokens(fitting) if verb == "combine" else fitting.small_tokens or 0
-    return config.max_tokens_per_rank <= most
 
 
 class EmulatedRanks:

@@ -88,6 +88,10 @@ class LongTests:
                 "--record: tracked files differ from the commit that the records would name; "
                 "commit first"
             )
+        if self._records and any("[" in one for one in config.args):
+            raise pytest.UsageError(
+                "--record: a case by its name hides the test's other cases; name the test"
+            )
         text = config.getoption("shard")
         self._shard = Shard.read(text) if text else None
         if self._shard and config.option.markexpr == "not long":
@@ -132,7 +136,7 @@ class LongTests:
         for test, outcomes in self.outcomes.items():
             if outcomes["failed"]:
                 renewed.pop(test, None)
-            elif outcomes.total() >= self._cases[test]:
+            elif outcomes["passed"] and outcomes.total() >= self._cases[test]:
                 renewed[test] = {
                     "commit": git("rev-parse", "--short=10", "HEAD"),
                     "date": now,
