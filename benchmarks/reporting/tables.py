@@ -81,7 +81,10 @@ def times(found: Row, unit: str = "_us") -> str:
 
 
 def moe_comm(result: Result) -> str:
-    """Render a line for each batch, the ceiling's method, what each backend is spared."""
+    """Render a line for each batch, the ceiling's method, what each backend is spared.
+
+    What no backend's time holds is said where the method is, in benchmarks/README.md.
+    """
     rows = result.data["rows"]
     said = [f"Ceiling: {result.data.get('ceiling', 'not stated')}."]
     given: dict[str, dict[str, None]] = {}
@@ -89,8 +92,6 @@ def moe_comm(result: Result) -> str:
         for part in (row.get("given") or "").split("; "):
             given.setdefault(NAMES.get(row["backend"], row["backend"]), {})[part] = None
     said += [f"{name}: {'; '.join(filter(None, parts))}." for name, parts in given.items()]
-    if left_out := result.data.get("not_measured", []):
-        said.append(f"Not measured: {'; '.join(left_out)}.")
     return shown(result, _of_layer(result), _batches(rows), notes(said))
 
 
@@ -388,6 +389,7 @@ def scheduler(result: Result) -> str:
     return "\n\n".join(
         [
             scheduler_waves(result),
+            notes(_about_schedules(result)),
             "Long answers, independent arrivals:",
             table(["requests/s", *columns], rates),
         ]
@@ -410,8 +412,7 @@ def scheduler_waves(result: Result) -> str:
         "vLLM server of one rank, {model}, KV cache of {kv_blocks} blocks of {block_size} tokens; "
         "all requests at once; every figure is the median of {rounds} rounds"
     )
-    parts = (table(columns, waves), notes(_about_schedules(result)))
-    return shown(result, method.format(**result.options), *parts)
+    return shown(result, method.format(**result.options), table(columns, waves))
 
 
 def _about_schedules(result: Result) -> Iterable[str]:

@@ -110,7 +110,7 @@ GPU_EXCHANGE_S = 2 * 10e-6
 #: CPU ranks, by element size. Medians of three runs of
 #:     python benchmarks/bench_lm_head.py --rates --groups 2 --seconds 2
 #: on an AMD EPYC with AVX-512 and its bf16 instructions, 2 cores, nothing else running, 2026-11-24.
-#: benchmarks/README.md says what each rate is. 2 bytes is bf16. Without these instructions a CPU
+#: `rank_rates` there says what each rate is. 2 bytes is bf16. Without these instructions a CPU
 #: multiplies it more slowly (1.1e10 on a busy one): there the rule expects too much of splitting
 #: with bf16. With 4 bytes it expects too much for 1 row
 #: (benchmarks/results/2026-11-24-cpu-lm-head.json).

@@ -261,7 +261,7 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
             defer_input_quant: whether the experts quantise their input themselves.
 
         Returns:
-            Rows and scales as the experts take them (vllm/README.md has a table), None,
+            Rows and scales as the experts take them (`VllmExpertsInput`), None,
             `[num_rows, top_k]` int32 ids and `[num_rows, top_k]` float32 weights. The subclass
             decides which rows and ids the experts get.
 
