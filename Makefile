@@ -1,5 +1,5 @@
 # make demo    watch a vLLM server run expert parallelism through our dispatch and combine
-# make demo DEMO_ARGS="--framework sglang"  the same with an SGLang server
+# make demo DEMO_ARGS="--framework sglang"  the same with an SGLang server; vllm33: with vLLM 0.33
 # make test    every check and every test but the long ones; SHARD=3/10 adds a tenth of the long ones
 # make test-long  every long test; writes tests/evidence.json
 # make upstream-tests  a selection of vLLM's own tests, run against our backend
@@ -8,6 +8,7 @@
 # make bench   the benchmarks that run anywhere, a few minutes
 # make env     the environment all of them use (they create it when it is missing)
 # make sglang-env  an environment with SGLang beside it, for the tests and for the demonstration
+# make vllm33-env  the same with vLLM 0.33, whose registry has a build for GPUs alone
 # make test-oldest  the tests of the core and of the kernels on the oldest versions that pyproject.toml
 #              allows, in .venv-oldest; needs Python 3.10, or OLDEST_PYTHON=its path
 # make clean   remove what tools and builds wrote; make distclean removes the environment too
@@ -34,6 +35,11 @@ export MOE_NVLINK_SGLANG_PYTHON ?= $(abspath $(SGLANG_PY))
 SGLANG_READY := $(SGLANG_VENV)/.ready
 SGLANG_FILES := integration/demo/sglang_env
 SGLANG_NOT_COMPILED := /multimodal_gen/|/tests?/|/hardware_backend/(npu|xpu|mlx|musa)/|/pip/|/setuptools/
+VLLM33_VENV ?= .venv-vllm33
+VLLM33_PY := $(VLLM33_VENV)/bin/python
+export MOE_NVLINK_VLLM33_PYTHON ?= $(abspath $(VLLM33_PY))
+VLLM33_READY := $(VLLM33_VENV)/.ready
+VLLM33_FILES := integration/demo/vllm33_env
 # The oldest NVRTC that pyproject.toml allows, beside the environment's own.
 OLDEST_NVRTC := $(shell sed -n 's/.*"nvidia-cuda-nvrtc>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 SOURCES = $(shell find kernels -name '*.cu' -o -name '*.h' -o -name '*.cpp')
@@ -42,7 +48,7 @@ BENCHMARKS := "bench_moe_comm.py --iters 30" "bench_recipes.py --iterations 10" 
 	bench_launch.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env sglang-env demo test test-long oldest-env test-oldest upstream-tests dist lint typecheck bench clean distclean
+.PHONY: help env sglang-env vllm33-env demo test test-long oldest-env test-oldest upstream-tests dist lint typecheck bench clean distclean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p; s/^# \(PYTHON.*\)/\1/p' Makefile
@@ -101,6 +107,22 @@ $(SGLANG_READY): $(SGLANG_FILES)/requirements.txt | env
 
 sglang-env: $(SGLANG_READY)
 
+# As with SGLang: what is not installed here comes from $(VENV), whose vLLM stands behind this one.
+$(VLLM33_READY): $(VLLM33_FILES)/requirements.txt $(VLLM33_FILES)/adapt.py | env
+	@echo "creating the environment $(VLLM33_VENV) (a minute or two, once)"
+	@$(PY) -m venv --clear $(VLLM33_VENV)
+	@$(VLLM33_PY) -m pip --disable-pip-version-check -qq install --no-compile --no-deps \
+		-r $(VLLM33_FILES)/requirements.txt
+	@$(VLLM33_PY) $(VLLM33_FILES)/adapt.py $(abspath $(VENV))/lib/python3*/site-packages
+	@printf '%s\n' "import site; site.addsitedir('$$(echo $(abspath $(VENV))/lib/python3*/site-packages)')" \
+		$(abspath $(VLLM33_FILES))/site "import vllm_on_cpu; vllm_on_cpu.install()" \
+		> $$(echo $(VLLM33_VENV)/lib/python3*/site-packages)/moe_nvlink_vllm33.pth
+	@$(VLLM33_PY) -m compileall -qq -j 2 -x '$(NOT_COMPILED)' \
+		$(VLLM33_VENV)/lib/python3*/site-packages || true
+	@touch $@
+
+vllm33-env: $(VLLM33_READY)
+
 # The oldest torch is built for CUDA: some 3 GB. uv chooses the versions; it downloads no interpreter.
 $(OLDEST_VENV)/.ready: pyproject.toml | $(ENV_READY)
 	@echo "creating the environment $(OLDEST_VENV) (a few minutes, once)"
@@ -117,18 +139,19 @@ test-oldest: oldest-env
 	@$(OLDEST_VENV)/bin/python -m pytest -n 2 tests/core tests/kernels $(PYTEST_ARGS)
 
 # Python 3.10 has no SGLang; its tests are skipped there.
+OTHER_FRAMEWORKS = vllm33-env $(SGLANG_WHERE_IT_RUNS)
 SGLANG_WHERE_IT_RUNS = $(shell $(firstword $(wildcard $(PY)) $(PYTHON)) -c \
 	'import sys; print("sglang-env" * (sys.version_info >= (3, 11)))')
 
-demo: env $(if $(findstring sglang,$(DEMO_ARGS)),sglang-env)
+demo: env $(if $(findstring sglang,$(DEMO_ARGS)),sglang-env) $(if $(findstring vllm33,$(DEMO_ARGS)),vllm33-env)
 	@$(PY) -m moe_nvlink_plugin.integration.demo $(DEMO_ARGS)
 
 # Three processes, for two cores: each waits much of the time, for servers and for time limits that it
 # tests. `-n 0` in PYTEST_ARGS: none.
-test: lint $(VENV)/nvrtc-$(OLDEST_NVRTC) $(SGLANG_WHERE_IT_RUNS)
+test: lint $(VENV)/nvrtc-$(OLDEST_NVRTC) $(OTHER_FRAMEWORKS)
 	@$(PY) -m pytest -n 3 --max-worker-restart 0 $(if $(SHARD),--shard $(SHARD)) $(PYTEST_ARGS)
 
-test-long: env $(VENV)/nvrtc-$(OLDEST_NVRTC) $(SGLANG_WHERE_IT_RUNS)
+test-long: env $(VENV)/nvrtc-$(OLDEST_NVRTC) $(OTHER_FRAMEWORKS)
 	@$(PY) -m pytest -n 2 -m long --record $(if $(SHARD),--shard $(SHARD)) $(PYTEST_ARGS)
 
 # --fast, --group NAME, --gpu N, --list and more in UPSTREAM_ARGS; each outcome must be as expected.
@@ -153,8 +176,8 @@ bench: env
 
 clean:
 	rm -rf build dist .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
-	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(SGLANG_VENV)/*' \
-		-not -path './$(OLDEST_VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(VENV)-*/*' \
+		-prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(SGLANG_VENV) $(OLDEST_VENV)
+	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM33_VENV) $(OLDEST_VENV)

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from . import formats, report
-from .server import Server, ServerError, VllmServer, stop_all
+from .server import Server, ServerError, Vllm33Server, VllmServer, stop_all
 from .sglang_server import SglangServer
 from .tiny_checkpoint import MODELS, write_checkpoint
 
@@ -53,6 +53,12 @@ FRAMEWORKS: dict[str, Framework] = {
     "vllm": Framework(
         name="vLLM",
         server=VllmServer,
+        over_ranks=SERVE_FLAGS,
+        always=(EAGER, ONE_PROCESS),
+    ),
+    "vllm33": Framework(
+        name="vLLM 0.33, V2 model runner",
+        server=Vllm33Server,
         over_ranks=SERVE_FLAGS,
         always=(EAGER, ONE_PROCESS),
     ),

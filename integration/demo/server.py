@@ -61,6 +61,8 @@ FIRST_PORT = 10_000
 #: SGLang takes further ports, up to 233 above its own.
 FURTHER_PORTS = 300
 OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+#: Names another interpreter than .venv-vllm33's, for vLLM 0.33.
+VLLM33_VARIABLE = "MOE_NVLINK_VLLM33_PYTHON"
 #: What Python runs to start a server.
 API_SERVER: Sequence[str] = ("-m", "vllm.entrypoints.openai.api_server")
 #: How a traceback ends: a class name and its message, behind vLLM's prefix or not.
@@ -331,12 +333,17 @@ class VllmServer(Server):
         if not with_plugins:
             variables["VLLM_PLUGINS"] = ""
         command = (
-            *(sys.executable, *self.program),
+            *(self.interpreter(), *self.program),
             *("--model", str(model), "--served-model-name", SERVED_NAME),
             *CPU_ARGUMENTS,
             *arguments,
         )
         super().__init__(command, name=name, folder=folder, environment=variables)
+
+    @staticmethod
+    def interpreter() -> str:
+        """Python of the environment that has vLLM."""
+        return sys.executable
 
     def logprobs(self, sequence: Sequence[int], *, timeout_s: float = 120.0) -> list[float]:
         """Log-probability of every token but the first, after those before it."""
@@ -355,6 +362,25 @@ class VllmServer(Server):
         reply = self._post("/v1/completions", body, timeout_s, headers)
         token_ids: list[int] = reply["choices"][0]["token_ids"]
         return token_ids
+
+
+class Vllm33Server(VllmServer):
+    """The same in the environment of `make vllm33-env`, with the model runner of GPUs."""
+
+    def __init__(self, *, environment: Mapping[str, str] | None = None, **given: Any) -> None:
+        runner = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
+        super().__init__(environment={**runner, **(environment or {})}, **given)
+
+    @staticmethod
+    def interpreter() -> str:
+        """Python of that environment. Raises ServerError if there is none."""
+        path = Path(os.environ.get(VLLM33_VARIABLE, ".venv-vllm33/bin/python")).absolute()
+        if not path.exists():
+            raise ServerError(
+                f"no environment of vLLM 0.33: {path} does not exist. Run `make vllm33-env`, or "
+                f"set {VLLM33_VARIABLE} to the interpreter of an environment that has it."
+            )
+        return str(path)
 
 
 def _request_body(prompt: Sequence[int], length: int) -> dict[str, Any]:

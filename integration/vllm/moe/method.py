@@ -25,13 +25,14 @@ from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Proposal
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat
+from moe_nvlink_plugin.integration.common.options import AUTO
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.vllm.all2all_manager import manager_of_ep_group
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND
 
 from .cpu_prepare_finalize import CpuPrepareAndFinalize
 from .cuda_prepare_finalize import CudaPrepareAndFinalize
-from .experts_input import VllmExpertsInput
+from .experts_input import VllmExpertsInput, say_if_fp8_could_travel
 from .features import Feature
 from .prepare_finalize import MoeNvlinkPrepareAndFinalize
 
@@ -163,6 +164,8 @@ def install(quant_method: Any, layer: Any, features: Sequence[Feature] = ()) -> 
         dtype=moe.in_dtype,
     )
     chosen = pool.agree_on_format(layer.layer_name, taken, geometry)
+    if pool.device.type == "cuda" and chosen.recipe is None and pool.options.dispatch == AUTO:
+        say_if_fp8_could_travel(quant_method.moe_kernel.fused_experts)
     if chosen.recipe is not None:
         geometry = geometry._replace(recipe=chosen.recipe.name, scales_layout=chosen.scales_layout)
     if pool.device.type == "cuda":  # the experts then read ids and weights where they arrive

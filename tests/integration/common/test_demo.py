@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import shared_memory
 from pathlib import Path
 
@@ -296,15 +296,26 @@ def test_a_server_that_dies_is_reported_with_its_first_error(
     one.stop()
 
 
-def test_without_an_environment_of_sglang_one_learns_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("variable", "target", "interpreter"),
+    [
+        (sglang_server.PYTHON_VARIABLE, "sglang-env", sglang_server.interpreter),
+        (server.VLLM33_VARIABLE, "vllm33-env", server.Vllm33Server.interpreter),
+    ],
+)
+def test_without_an_environment_one_learns_how_to_get_it(
+    variable: str,
+    target: str,
+    interpreter: Callable[[], object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     missing = tmp_path / "python"
-    monkeypatch.setenv(sglang_server.PYTHON_VARIABLE, str(missing))
-    with pytest.raises(server.ServerError, match="(?s)python does not exist.*make sglang-env"):
-        sglang_server.interpreter()
+    monkeypatch.setenv(variable, str(missing))
+    with pytest.raises(server.ServerError, match=f"(?s)python does not exist.*make {target}"):
+        interpreter()
     missing.touch()
-    assert sglang_server.interpreter() == missing
+    assert str(interpreter()) == str(missing)
 
 
 def test_bytes_of_every_recipe_are_counted_as_stated() -> None:

@@ -8,15 +8,16 @@ another name, and it loads a library for CPUs with AVX-512.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def main() -> None:
     """Parses and starts as vLLM's command does."""
     from vllm.entrypoints.cli.serve import cmd_init
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    cli_env_setup()
+    _env_setup()()
     parser = FlexibleArgumentParser()
     (command,) = cmd_init()
     command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
@@ -24,6 +25,15 @@ def main() -> None:
     configure_logging_from_args(args)
     command.validate(args)
     command.cmd(args)
+
+
+def _env_setup() -> Any:
+    """What vLLM's command calls first; 0.33 has moved it."""
+    try:
+        from vllm.entrypoints.common.startup import cli_env_setup
+    except ImportError:
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    return cli_env_setup
 
 
 if __name__ == "__main__":

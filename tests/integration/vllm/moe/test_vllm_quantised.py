@@ -182,6 +182,25 @@ def test_experts_that_quantise_for_themselves_get_activations(recipe: Any) -> No
     assert format_of(experts_of(recipe, defers=True), Options()) == DispatchFormat()
 
 
+def test_users_hear_once_that_fp8_could_travel(caplog: pytest.LogCaptureFixture) -> None:
+    experts_input._say_that_fp8_could_travel.cache_clear()
+    caplog.set_level("INFO")
+    for experts in (
+        experts_of(FP8_BLOCK),
+        experts_of(MXFP8, defers=True),
+        Experts(LEFT_OPEN["NoOP"]()),
+    ):
+        experts_input.say_if_fp8_could_travel(experts)
+    assert not caplog.messages
+    for _layer in range(2):
+        experts_input.say_if_fp8_could_travel(experts_of(FP8_BLOCK, defers=True))
+    (told,) = caplog.messages
+    assert "Experts quantises its input itself" in told
+    assert "--moe-backend deep_gemm takes rows" in told
+    experts_input.say_if_fp8_could_travel(experts_of(FP8_TOKEN, defers=True))
+    assert "deep_gemm" not in caplog.messages[1]
+
+
 def test_unquantised_experts_get_activations() -> None:
     experts = Experts(LEFT_OPEN["NoOP"](), vllm_config.FUSED_MOE_UNQUANTIZED_CONFIG)
     for name in ("auto", "bf16"):

