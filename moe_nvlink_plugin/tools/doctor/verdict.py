@@ -285,9 +285,9 @@ def _gpu_notes(found: Facts) -> list[str]:
         missing = _missing(found, name)
         if missing and found.kernels.nvrtc.error:
             notes.append(
-                f"there is no NVRTC, and the cache has no kernels on {name} for "
-                f"{'; '.join(missing)}: a layer that needs them stops at start-up and says what to "
-                "run"
+                f"the cache has no kernels on {name} for {'; '.join(missing)}: a layer that needs "
+                "them stops at start-up and says what to run, because nothing here compiles them: "
+                f"{found.kernels.nvrtc.error}"
             )
     return notes
 

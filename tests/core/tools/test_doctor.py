@@ -518,9 +518,25 @@ def test_an_image_with_some_kinds_and_no_compiler(fake: Fake) -> None:
     found = with_kernels(good(fake(devices=1)), no_nvrtc, dict.fromkeys(KINDS[2:], "not cached"))
     verdict = doctor.judge_gpu_ranks([found])
     assert verdict.works
-    assert f"no NVRTC, and the cache has no kernels on sm_90a for {KINDS[2]}; " in str(verdict)
+    assert f"the cache has no kernels on sm_90a for {KINDS[2]}; " in str(verdict)
+    assert "nothing here compiles them: cuda-bindings finds no NVRTC library" in str(verdict)
     found = with_kernels(good(fake(devices=1)), no_nvrtc, dict.fromkeys(KINDS, "run precompile"))
     assert doctor.judge_gpu_ranks([found]).reasons == ("run precompile",)
+
+
+def test_an_nvrtc_that_is_too_old(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verdict and report name the version found, the version needed, and the next step."""
+    bindings = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+    monkeypatch.setattr(bindings, "nvrtcVersion", lambda: (0, 12, 8))
+    found = with_kernels(
+        good(fake(devices=1)), inquiry._ask(nvrtc.version), dict.fromkeys(KINDS[2:], "not cached")
+    )
+    verdict = doctor.judge_gpu_ranks([found])
+    assert verdict.works
+    told = f"NVRTC 12.8 is loaded, and the kernels need {nvrtc.TRIED[0]} or newer: install a torch"
+    for text in (str(verdict), report.as_text([found], [])):
+        assert told in text
+        assert "no NVRTC" not in text
 
 
 def test_needed_architectures_are_compiled(
