@@ -708,6 +708,24 @@ def test_ranks_with_another_torch_and_driver(fake: Fake, two: list[Facts]) -> No
     assert "the driver's CUDA differs (13.0 on rank 0, 13.2 on rank 1)" in str(verdict)
 
 
+def test_ranks_with_different_adapters(two: list[Facts]) -> None:
+    """Each rank's environment may have other plugins: whoever reads knows none of them."""
+    two[0] = change(two[0], frameworks={"Serve": Found("1.0 takes it"), "Other": None})
+    two[1] = change(two[1], frameworks={"Third": Found(error="1.0 is too old")})
+    read = [inquiry.from_json(inquiry.to_json(found)) for found in two]
+    assert read == two
+    for verdict in (doctor.judge_gpu_ranks(read), doctor.judge_cpu_ranks(read)):
+        assert verdict.works
+        for text in (
+            "Serve differs (an adapter that would work on rank 0, no adapter for Serve on rank 1)",
+            "Other differs (no Other on rank 0, no adapter for Other on rank 1)",
+            "Third differs (no adapter for Third on rank 0, an adapter that would not work on rank",
+        ):
+            assert text in str(verdict)
+    two[1] = change(two[1], frameworks=two[0].software.frameworks)
+    assert str(doctor.judge_cpu_ranks(two)) == "CPU ranks: will work"
+
+
 #: What the transport says when two ranks of one host meet, each on a GPU of its own; one line for
 #: each environment in argv. Forks before the driver is started: torch is imported once.
 _TRANSPORT = """
