@@ -127,13 +127,15 @@ class AllToAllConfig:
             same kernels. Their rows carry their own flags and take staging memory. `create` lowers
             the number to max_tokens_per_rank, and until the staging takes at most 128 MiB; with a
             quantising recipe it is 0 if the payloads of a token take more than 16 KiB, and with any
-            recipe if the bytes of a payload's row are no multiple of 4. None takes
-            MOE_NVLINK_SMALL_TOKENS; if that is unset, as many tokens as these kernels gain for, but
-            at most 32, on GPUs (32 at 8 ranks with all SMs of an H200, hidden_size 7168, top_k 8),
-            and 0 on CPU ranks, where a fence costs nothing.
-        small_combine_tokens: the same for combine; `create` lowers it to small_tokens. None: as
-            small_tokens, if that or its variable is set; else as many as it gains for on GPUs (10
-            there), and 0 on CPU ranks. A format of combine has no such kernel.
+            recipe if the bytes of a payload's row are no multiple of 4; if a number was asked for,
+            one log line says so. None takes MOE_NVLINK_SMALL_TOKENS; if that is unset, as many
+            tokens as these kernels gain for, but at most 32, on GPUs (32 at 8 ranks with all SMs of
+            an H200, hidden_size 7168, top_k 8), and 0 on CPU ranks, where a fence costs nothing.
+        small_combine_tokens: the same for combine, whose rows are the experts': `create` lowers it
+            to what small_tokens is before the payloads are looked at. None: as small_tokens, if
+            that or its variable is set; else as many as it gains for on GPUs (10 there), and 0 on
+            CPU ranks. It is 0 with a format of combine, which has no such kernel, and if the bytes
+            of the experts' widest rows are no multiple of 4.
         combine_dtypes: types beside `dtype` in which combine takes and returns rows, call by call.
             `create` loads their kernels, because the first call may be captured, and makes room
             for rows of hidden_size elements of the widest type.

@@ -118,9 +118,9 @@ class Ours(Side):
     ) -> dict[str, dict[str, float]]:
         """Return microseconds of CPU ranks on one machine, medians over iterations and ranks.
 
-        python: around the call into the kernel's library. kernel: in that call, of which
-        before_last_rank passed before the last rank had made its call: waiting by the protocol, or
-        work that others' lateness hides. Collective.
+        whole: the verb. python: around the call into the kernel's library. kernel: in that call, of
+        which before_last_rank passed before the last rank had made its call (waiting by the
+        protocol, or work that others' lateness hides), and after_last_rank after it. Collective.
         """
         channel: Any = self._exchange._layer.channel(0)
         taken: dict[str, list[tuple[float, float, float]]] = {"dispatch": [], "combine": []}
@@ -162,6 +162,7 @@ def _told_apart(times: list[list[tuple[float, float, float]]]) -> dict[str, floa
     began, ended, whole = torch.tensor(times, dtype=torch.float64).unbind(2)
     last = began.amax(dim=0)
     parts = {
+        "whole_us": whole,
         "python_us": whole - (ended - began),
         "kernel_us": ended - began,
         "before_last_rank_us": torch.minimum(last, ended) - began,

@@ -68,7 +68,8 @@ class Method(NamedTuple):
 def modules_of(package: str) -> dict[str, str]:
     """Return the source of an adapter's modules by dotted name below it. Local.
 
-    It reads a zip file too. Without sources, it logs a warning.
+    It reads a zip file too. Files that no import finds are no modules, such as an editor's lock
+    `.#ops.py`. Without sources, it logs a warning.
     """
     found = dict(_below(files(package), ""))
     if not found:
@@ -82,10 +83,13 @@ def modules_of(package: str) -> dict[str, str]:
 
 def _below(folder: Any, prefix: str) -> Iterator[tuple[str, str]]:
     for entry in sorted(folder.iterdir(), key=lambda entry: str(entry.name)):
+        stem = entry.name.removesuffix(".py")
+        if not stem.isidentifier():
+            continue
         if entry.is_dir():
             yield from _below(entry, f"{prefix}{entry.name}.")
         elif entry.name.endswith(".py"):
-            name = prefix + entry.name.removesuffix(".py")
+            name = prefix + stem
             yield name.removesuffix("__init__").rstrip("."), entry.read_text(encoding="utf-8")
 
 

@@ -106,9 +106,10 @@ FIELDS = (
             ),
             f"{_SRT}.environ:Envs": "SGLANG_MOE_NVFP4_DISPATCH",
             f"{_MOE}.moe_runner.base:MoeRunnerConfig": (
-                "apply_router_weight_on_input hidden_size layer_id no_combine num_experts "
+                "apply_router_weight_on_input hidden_size layer layer_id no_combine num_experts "
                 "num_fused_shared_experts num_local_experts params_dtype runner_backend top_k"
             ),
+            f"{_MOE}.fused_moe_triton.layer:FusedMoE": "reduce_results",
             f"{_MOE}.token_dispatcher.flashinfer:FlashinferDispatchOutput": (
                 "hidden_states hidden_states_scale moe_output output_dtype topk_output"
             ),

@@ -8,7 +8,7 @@ from typing import Any
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.launch import shape
 from moe_nvlink_plugin.launch.arguments import element_code
-from moe_nvlink_plugin.launch.base import Budget, Executor, Launcher
+from moe_nvlink_plugin.launch.base import Budget, Executor
 from moe_nvlink_plugin.launch.kernel import ELEMENT, Variant
 
 from .arguments import all_ids_travel, combine_code
@@ -94,22 +94,15 @@ class LayerLaunches:
         }
         self._most_small = self._most_small_to_combine = 0
         if config.small_tokens:
-            self._load_small(launcher, config, row_bytes)
-
-    def _load_small(
-        self, launcher: Launcher, config: AllToAllConfig, row_bytes: Mapping[str, int]
-    ) -> None:
-        """Load the kernels for small batches."""
-        assert config.small_tokens is not None
-        self._most_small = config.small_tokens
-        self._small_dispatches = {
-            code: launcher.load(
-                SMALL_DISPATCH,
-                small_dispatch_sizes(config, row_bytes, code),
-                **{QUANTISER.name: code},
-            )
-            for code in self._dispatches
-        }
+            self._most_small = config.small_tokens
+            self._small_dispatches = {
+                code: launcher.load(
+                    SMALL_DISPATCH,
+                    small_dispatch_sizes(config, row_bytes, code),
+                    **{QUANTISER.name: code},
+                )
+                for code in self._dispatches
+            }
         if most := small_combine_tokens(config):
             self._most_small_to_combine = most
             self._small_combines = {

@@ -160,13 +160,12 @@ def _data_sizes(config: AllToAllConfig, recipe: Recipe) -> dict[str, int]:
     sizes["combine"] = slots * widest_combine_row(config)  # written by this rank's experts
     for name, row in quantised_combine_rows(config).items():
         sizes[name] = slots * row.row_bytes  # of those rows, written by combine for the peers
-    if config.small_tokens:
-        packed = packed_bytes(row.row_bytes for row in rows.values())
-        for name, row_bytes in staging_rows(config, packed).items():
-            combines = name != "dispatch_staging"
-            tokens = small_combine_tokens(config) if combines else config.small_tokens
-            if tokens:
-                sizes[name] = config.ep_size * tokens * row_bytes  # slice s: by rank s
+    packed = packed_bytes(row.row_bytes for row in rows.values())
+    for name, row_bytes in staging_rows(config, packed).items():
+        combines = name != "dispatch_staging"
+        tokens = small_combine_tokens(config) if combines else config.small_tokens
+        if tokens:
+            sizes[name] = config.ep_size * tokens * row_bytes  # slice s: by rank s
     if config.num_expert_counts:
         sizes |= _counts_sizes(config)
     return sizes

@@ -7,20 +7,25 @@ The numbers are those of an H200 with near memory, at 2 and at 8 ranks (run: ben
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Mapping
 
 from moe_nvlink_plugin.config import GPU_SMALL_TOKENS, MAX_STAGING_BYTES, AllToAllConfig
 from moe_nvlink_plugin.launch.shape import ceil_div
-from moe_nvlink_plugin.recipes import QuantisingRecipe, Recipe
+from moe_nvlink_plugin.recipes import PayloadRow, QuantisingRecipe, Recipe
 
 from .shapes import SmallSizes
 from .sizes import (
     are_whole_words,
+    combines_small_batches,
     packed_bytes,
     payload_rows,
     staging_rows,
     widest_combine_row,
 )
+
+logger = logging.getLogger(__name__)
 
 #: Bytes of a packed row that one CTA of a small batch stages (kPartBytes of config.h).
 PART_BYTES = 3072
@@ -43,6 +48,9 @@ _CTAS_PER_SM = 2
 def with_small_tokens(config: AllToAllConfig, recipe: Recipe, num_sms: int) -> AllToAllConfig:
     """Return the configuration with limits of small batches: what it asks for, and fits. Local.
 
+    Each verb has its own limit: combine moves other rows than dispatch. If the configuration asks
+    for a verb of small batches whose rows do not fit, one log line of the process says why.
+
     Args:
         config: the layer's configuration.
         recipe: what travels.
@@ -56,14 +64,52 @@ def with_small_tokens(config: AllToAllConfig, recipe: Recipe, num_sms: int) -> A
         asked = min(GPU_SMALL_TOKENS, _worth_it_in_dispatch(config, packed, num_sms))
         if to_combine is None:
             to_combine = _worth_it_in_combine(config, num_sms)
-    token_bytes = config.ep_size * sum(staging_rows(config, packed).values())
-    most = min(asked, config.max_tokens_per_rank, MAX_STAGING_BYTES // token_bytes)
-    if isinstance(recipe, QuantisingRecipe) and packed > MAX_STAGED_BYTES:
-        most = 0
-    if not are_whole_words(row.row_bytes for row in rows.values()):
-        most = 0
+    staged = staging_rows(config, packed)
+    too_odd = _unfit_for_dispatch(rows, recipe, packed)
+    if too_odd:
+        del staged["dispatch_staging"]
+        if config.small_tokens:
+            _say_once(f"small_tokens={config.small_tokens} does not hold for dispatch: {too_odd}")
+    if not combines_small_batches(config):
+        if config.small_combine_tokens:
+            _say_once(
+                f"small_combine_tokens={config.small_combine_tokens} does not hold: combine="
+                f"{config.combine!r} with rows of {widest_combine_row(config)} bytes has no kernel "
+                'for small batches; it needs "bf16" and a multiple of 4 bytes'
+            )
+        to_combine = 0
+    token_bytes = config.ep_size * sum(staged.values())
+    room = MAX_STAGING_BYTES // token_bytes if token_bytes else 0
+    most = min(asked, config.max_tokens_per_rank, room)
     to_combine = most if to_combine is None else min(to_combine, most)
+    most = 0 if too_odd else most
     return dataclasses.replace(config, small_tokens=most, small_combine_tokens=to_combine)
+
+
+def _unfit_for_dispatch(rows: Mapping[str, PayloadRow], recipe: Recipe, packed: int) -> str:
+    """Return why units cannot carry a token's payloads, and what to do; "" if they can."""
+    if isinstance(recipe, QuantisingRecipe) and packed > MAX_STAGED_BYTES:
+        return (
+            f"with recipe {recipe.name} the payloads of a token may take {MAX_STAGED_BYTES} bytes, "
+            f"and take {packed}; send fewer extra payloads, or quantise before dispatch"
+        )
+    odd = [
+        f"{row.row_bytes} of {name.removeprefix('recv_')}"
+        for name, row in rows.items()
+        if not are_whole_words([row.row_bytes])
+    ]
+    if odd:
+        return (
+            f"the bytes of a row must be a multiple of 4 ({', '.join(odd)}); pad it, or dispatch "
+            "takes the kernel for large batches"
+        )
+    return ""
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    """Log, once per process, what is asked for and does not hold."""
+    logger.warning("moe_nvlink: %s", text)
 
 
 def _worth_it_in_dispatch(config: AllToAllConfig, packed: int, num_sms: int) -> int:

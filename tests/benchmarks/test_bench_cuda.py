@@ -6,7 +6,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import sys
 import threading
 import time
@@ -25,11 +24,15 @@ from benchmarks.moe_comm.cuda_clock import SPAN, Seen
 from benchmarks.moe_comm.options import OptionError, Options
 from benchmarks.moe_comm.peers import AllToAllFull, FlashInfer
 from benchmarks.moe_comm.routers import tokens_of
+from moe_nvlink_plugin.integration.common.names import Call, Fields, Touched
 from moe_nvlink_plugin.jit import host
+from tests.integration.common.framework_source import Source
+from tests.integration.common.framework_wheels import left_out
 from tests.integration.flashinfer import fake_flashinfer
-from tests.support import emulated_text, fake_cuda
+from tests.support import emulated_text, fake_cuda, flashinfer_wheel
 from tests.support.emulated import FLAGS, CudaBackend
 from tests.support.ranks import run_processes
+from tests.support.wheels import FetchError
 
 SMALL = Options(
     backends=("moe_nvlink",),
@@ -379,10 +382,79 @@ def test_ours_goes_on_alone_where_a_peer_fails(
 # FlashInfer.
 
 
-def test_names_that_an_installed_release_has() -> None:
-    if not [*importlib.metadata.distributions(name="flashinfer-python")]:
-        pytest.skip("flashinfer is not installed; its interface was read from 0.7.2.post1")
-    api_module.load()
+@pytest.fixture(scope="module")
+def wheel() -> Path:
+    """The release that the adapter was read from; nothing of it is installed."""
+    try:
+        return flashinfer_wheel.folder()
+    except FetchError as error:
+        left_out(error)
+
+
+def _loaded(_rank: int, _size: int) -> str:
+    with flashinfer_wheel.importable():
+        return str(api_module.load().version)
+
+
+@pytest.mark.timeout(300)
+def test_the_release_that_was_read_has_the_names(wheel: Path, tmp_path: Path) -> None:
+    """Imported in a process of its own: no other test may find it."""
+    found = run_processes(1, _loaded, tmp_path, meets=False, timeout_s=280)
+    assert found == [api_module.READ_FROM]
+
+
+def _record(monkeypatch: pytest.MonkeyPatch) -> list[Touched]:
+    """Return a list that gets each call of the stand-in, as it would be made to FlashInfer."""
+    made: list[Touched] = []
+
+    def noted(module: str, name: str, call: Any, bound: int) -> Any:
+        def run(*given: Any, **named: Any) -> Any:
+            how = Call(len(given) - bound, tuple(named))
+            made.append(Touched(module, name, "use", calls=(how,)))
+            return call(*given, **named)
+
+        return run
+
+    for module, names in api_module.CALLS.items():
+        where = f"flashinfer.comm{module}"
+        for name in names:
+            one = getattr(fake_flashinfer, name)
+            if not isinstance(one, type):
+                monkeypatch.setattr(fake_flashinfer, name, noted(where, name, one, 0))
+                continue
+            for method, call in [*vars(one).items()]:
+                if isinstance(call, types.FunctionType):
+                    called = f"{name}.{method}".removesuffix(".__init__")
+                    monkeypatch.setattr(one, method, noted(where, called, call, 1))
+    return made
+
+
+def test_the_release_that_was_read_takes_our_calls(
+    wheel: Path, fake: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call of both adapters, as the stand-in gets them, binds to the wheel's parameters."""
+    made = _record(monkeypatch)
+    api = api_module.load()
+    layer = emulated_flashinfer.Layer(WITH_PEER, 3, emulated.make_inputs(WITH_PEER, 3), api)
+    layer.spare_waiting()
+    layer.before["both"]()
+    layer.both()
+    layer.check()
+    check_by_processes(api, "fp8_block")
+    of = {one.name.partition(".")[0] for one in made}
+    assert of == {name for names in api_module.CALLS.values() for name in names}
+    source = Source(wheel, flashinfer_wheel.VERSION, "flashinfer")
+    calls = set(made)
+    assert [complaint for one in calls if (complaint := source.complaints(one))] == []
+    # A dataclass, whose parameters are its fields.
+    (config,) = (one for one in calls if one.name == "MnnvlConfig")
+    fields = Fields(config.module, config.name, config.calls[0].keywords)
+    assert fields.names == ("comm_backend",)
+    assert source.missing_fields(fields) == []
+    combine = next(one for one in calls if one.name == "moe_a2a_combine")
+    (call,) = combine.calls
+    other = combine._replace(calls=(call._replace(keywords=(*call.keywords, "is_gone")),))
+    assert "is_gone" in source.complaints(other)
 
 
 def test_another_interface_is_refused_by_name(
@@ -531,6 +603,10 @@ def test_branches_begin_and_end_together(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
 def test_flashinfer_by_processes(fake: types.SimpleNamespace, recipe: str) -> None:
+    check_by_processes(fake, recipe)
+
+
+def check_by_processes(fake: types.SimpleNamespace, recipe: str) -> None:
     """Its class and workspace, with threads in the place of processes."""
     options = dataclasses.replace(
         WITH_PEER, recipe=recipe, hidden_size=128, ep_size=2, batches=(2, 3)

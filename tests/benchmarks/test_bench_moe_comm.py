@@ -21,11 +21,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import bench_moe_comm
-from benchmarks.moe_comm import backends, emulated_flashinfer, expected, processes, timing
+from benchmarks.moe_comm import backends, emulated_flashinfer, expected, ours, processes, timing
 from benchmarks.moe_comm.backends import Context, Side, WrongResult
 from benchmarks.moe_comm.options import OptionError, Options
 from benchmarks.moe_comm.routers import tokens_of
 from moe_nvlink_plugin import reference
+from moe_nvlink_plugin.launch.cpu import _HostLauncher as HostLauncher
+from moe_nvlink_plugin.testing import ThreadGroup
 from tests.support.ranks import run_processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -241,11 +243,65 @@ def test_a_run(tmp_path: Path) -> None:
         assert f"| {row['tokens']} | {row['backend']} | both |" in done.stdout
     for verb in ("dispatch", "combine"):
         parts = result["rows"][0]["kernels"][verb]
-        assert parts["kernel_us"] > 0
-        assert parts["python_us"] > 0
-        assert 0 <= parts["before_last_rank_us"] <= parts["kernel_us"]
+        # Medians of parts need not add up; what is of one sample: test_parts_of_a_verb_add_up.
+        assert parts.keys() == {"whole_us", *PARTS}
+        assert max(parts[part] for part in PARTS) <= parts["whole_us"]
     assert "gloo_gather is given: tokens are" in done.stdout
     assert "not measured: GPUs and NVLink" in done.stdout
+
+
+PARTS = ("python_us", "kernel_us", "before_last_rank_us", "after_last_rank_us")
+
+
+def test_parts_of_a_verb() -> None:
+    """Rank 1 comes 2 us late to the first call, rank 0 after the other's end to the second."""
+    us = 1e-6
+    early, late = (10 * us, 17 * us, 8 * us), (12 * us, 16 * us, 9 * us)
+    alone, after = (30 * us, 31 * us, 4 * us), (35 * us, 38 * us, 5 * us)
+    told = {
+        (early, late): [(1, 7, 2, 5), (5, 4, 0, 4)],
+        (after, alone): [(2, 3, 0, 3), (3, 1, 1, 0)],
+    }
+    for of_ranks, expected_parts in told.items():
+        # Of two ranks and one iteration, the median is the mean: parts add up.
+        found = ours._told_apart([[one] for one in of_ranks])
+        mean = [sum(of) / 2 for of in zip(*expected_parts, strict=True)]
+        assert [found[part] for part in PARTS] == pytest.approx(mean)
+        assert found["python_us"] + found["kernel_us"] == pytest.approx(found["whole_us"])
+        assert found["before_last_rank_us"] + found["after_last_rank_us"] == pytest.approx(
+            found["kernel_us"]
+        )
+
+
+def test_parts_of_a_verb_are_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sample's call holds its verb's kernel, once, and lies in the verb's time."""
+    launched: list[tuple[str, float, float]] = []
+    load = HostLauncher.load
+
+    def noted(self: Any, kernel: Any, sizes: Any, **instead: int) -> Any:
+        launch = load(self, kernel, sizes, **instead)
+
+        def run(args: Any) -> None:
+            start = time.perf_counter()
+            launch(args)
+            launched.append((kernel.name, start, time.perf_counter()))
+
+        return run
+
+    monkeypatch.setattr(HostLauncher, "load", noted)
+    taken: list[list[list[tuple[float, float, float]]]] = []
+    monkeypatch.setattr(ours, "_told_apart", taken.append)
+    options = dataclasses.replace(SMALL, ep_size=1)
+    (group,) = ThreadGroup.ranks(1)
+    monkeypatch.setattr(Context, "gathered", lambda self, value: [value])
+    context = Context(options, 0, tokens_of(options, 5, 0), group, torch.device("cpu"))
+    with contextlib.closing(ours.Ours(context)) as side:
+        side.kernel_times(lambda: None, 3)
+    assert [name for name, *_ in launched] == ["dispatch", "combine"] * 3
+    for times, kernels in zip(taken, (launched[::2], launched[1::2]), strict=True):
+        for (began, ended, whole), (_name, start, end) in zip(times[0], kernels, strict=True):
+            assert began <= start <= end <= ended
+            assert ended - began <= whole
 
 
 @pytest.mark.long

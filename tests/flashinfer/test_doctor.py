@@ -45,6 +45,7 @@ def test_the_backend_can_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_release_without_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "0.6.1", has_registry=False)
     found = inquiry._software().frameworks["FlashInfer"]
+    assert found is not None
     assert "0.6.1 has no registry of moe_ep for backend moe_nvlink; install" in found.error
 
 

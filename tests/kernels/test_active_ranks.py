@@ -20,6 +20,7 @@ from moe_nvlink_plugin.errors import (
 from moe_nvlink_plugin.exchange import checks
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
+from moe_nvlink_plugin.launch.cpu import _HostLauncher
 from moe_nvlink_plugin.memory.startup import Timeouts
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.support import cases, compare, delays, emulated
@@ -62,6 +63,34 @@ RECIPE_CASES = tuple(
 @pytest.mark.parametrize("case", [*CASES, *RECIPE_CASES], ids=lambda case: case.name)
 def test_as_the_reference(case: Case, small: bool) -> None:
     compare.check_case(dataclasses.replace(case, small=small))
+
+
+@pytest.mark.parametrize("left_out", [(), (1, 3)], ids=["all", "masked"])
+@pytest.mark.parametrize("recipe", [None, "fp8_token"])
+def test_bulk_dispatch_and_small_combine_in_one_round(
+    recipe: str | None, left_out: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An extra payload of 5 bytes is no whole words; combine moves other rows."""
+    odd = dataclasses.replace(
+        FIVE, dtype=torch.bfloat16, extras=((torch.uint8, (5,)),), left_out=left_out, small=True
+    )
+    case = cases.with_formats(odd, recipe, "bf16")
+    launched = set()
+    load = _HostLauncher.load
+
+    def noted(self: Any, kernel: Any, sizes: Any, **instead: int) -> Any:
+        launch = load(self, kernel, sizes, **instead)
+
+        def run(args: Any) -> None:
+            launched.add(kernel.name)
+            launch(args)
+
+        return run
+
+    monkeypatch.setattr(_HostLauncher, "load", noted)
+    compare.check_case(case, rounds=3)
+    assert launched == {"dispatch", "small_combine"}
+    emulated.check_case("cpu", case)
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])

@@ -208,7 +208,8 @@ class CudaBackend:
         if isinstance(config, AllToAllConfig):
             top_k, formats = config.top_k, {"combine": arguments.combine_code(config)}
             without = options.get("fused", False) or options.get("alone", False)
-            formats["small"] = is_small(config) and not without
+            has_small = is_small(config) or is_small(config, "combine")
+            formats["small"] = has_small and not without
             formats["expert_counts"] = 1 if config.num_expert_counts else 0
             if not post_quant:
                 recipe = find_recipe(config)
@@ -485,11 +486,7 @@ class EmulatedRanks:
 
     def verb(self, name: str) -> str:
         """The kernel that the product would launch for a verb."""
-        if not is_small(self.config):
-            return name
-        if name == "combine" and not is_small(self.config, "combine"):
-            return name
-        return _SMALL[name]
+        return _SMALL[name] if is_small(self.config, name) else name
 
     def dispatch(self, inputs: Sequence[Inputs], channel: int = 0) -> list[Received]:
         """Dispatch of the first `len(inputs)` ranks; their tensors are on the back end's device."""

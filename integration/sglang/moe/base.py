@@ -262,6 +262,13 @@ def _check(config: Any, geometry: Geometry, pool: ExchangePool) -> None:
             f"{flag}: this MoE layer adds up its top_k rows outside of the runner (no_combine), "
             "and our combine takes their sum. Use another backend for this model."
         )
+    # SGLang's layers with this flag all-reduce what combine returns, which is complete.
+    if getattr(config.layer, "reduce_results", False):
+        raise UnsupportedError(
+            f"{flag}: this MoE layer sums its output over the tensor-parallel ranks itself "
+            "(reduce_results), and would sum a second time what our combine has summed. Drop the "
+            "flag for this model."
+        )
     if config.num_local_experts * ranks != geometry.num_experts:
         raise UnsupportedError(
             f"{flag}: this rank holds {config.num_local_experts} of {geometry.num_experts} "

@@ -40,17 +40,18 @@ else:
 
 @functools.cache
 def code_version() -> str:
-    """Return the version of this package and a digest of its Python text: `0.1.0+2b7e151628`.
+    """Return the version of this package and a digest of its modules' text: `0.1.0+2b7e151628`.
 
-    The version alone is the same for every commit of a checkout. 200 files take about 10 ms.
+    Files that no import finds are no modules, such as an editor's lock `.#ops.py`. The version
+    alone is the same for every commit of a checkout. 200 files take about 10 ms.
     """
     digest = hashlib.sha256()
     for folder, folders, names in os.walk(
         Path(moe_nvlink_plugin.__file__).parent, followlinks=True
     ):
-        folders.sort()
+        folders[:] = sorted(filter(str.isidentifier, folders))
         for name in sorted(names):
-            if name.endswith(".py"):
+            if name.endswith(".py") and name.removesuffix(".py").isidentifier():
                 digest.update(f"{name} ".encode() + Path(folder, name).read_bytes())
     return f"{version(_DISTRIBUTION)}+{digest.hexdigest()[:10]}"
 

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from moe_nvlink_plugin.errors import DriverError, MoeNvlinkError, UnsupportedErr
 
 #: Contexts on eight GPUs take seconds; a GPU that recovers from an error takes longer.
 TIME_LIMIT_S = 120.0
+#: A Python process that has not come as far as the driver by then never will.
+_START_LIMIT_S = 600.0
 
 _CHANNELS = Path("/dev/nvidia-caps-imex-channels")
 _IMEX_CAPABILITY = Path("/proc/driver/nvidia/capabilities/fabric-imex-mgmt")
@@ -148,28 +151,24 @@ class Gpus:
 
 
 def probe(local_rank: int | None = None, time_limit_s: float = TIME_LIMIT_S) -> Gpus:
-    """Ask the driver in a child process. Local; seconds, at most 5 s more than time_limit_s.
+    """Ask the driver in a child process. Local; seconds.
 
-    If the child gives no answer, `unavailable` of the result says why.
+    If the child gives no answer, `unavailable` of the result says why. A driver that hangs takes
+    the time that the child needs to start, and at most 5 s more than time_limit_s.
 
     Args:
         local_rank: number of this rank on its host. The rank tries its own GPU only; None tries
             all.
-        time_limit_s: seconds after which the child is killed.
+        time_limit_s: seconds after which the child is killed, from where it calls the driver.
     """
-    code = f"from {__name__} import print_answer; print_answer({local_rank!r})"
-    command = [sys.executable, "-c", code]
     # Files, not pipes: if the child cannot be killed, this process must not wait for a pipe's end.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as log:
-        status = _run(command, time_limit_s, out, log)
+        status = _run(local_rank, time_limit_s, out, log)
         out.seek(0)
         log.seek(0)
         answer, said = (file.read().decode(errors="replace").splitlines() for file in (out, log))
-    if status is None:
-        reason = (
-            f"the CUDA driver did not answer within {time_limit_s:g} s; see whether nvidia-smi "
-            "answers and what dmesg says of NVRM and Xid"
-        )
+    if isinstance(status, str):
+        reason = status
     elif status != 0 or not answer:
         last = (said or ["no message"])[-1]
         reason = f"asking the CUDA driver ended with status {status}: {last}"
@@ -178,17 +177,44 @@ def probe(local_rank: int | None = None, time_limit_s: float = TIME_LIMIT_S) -> 
     return dataclasses.replace(_surroundings(), unavailable=reason)
 
 
-def _run(command: list[str], time_limit_s: float, out: IO[bytes], log: IO[bytes]) -> int | None:
-    """Run a command; return its exit status, or None if it was killed at the time limit."""
-    # The child has its own session, which is killed with every process that the driver started.
-    child = subprocess.Popen(command, stdout=out, stderr=log, start_new_session=True)
+def _run(local_rank: int | None, time_limit_s: float, out: IO[bytes], log: IO[bytes]) -> int | str:
+    """Run print_answer in a child; return its exit status, or why it was killed."""
+    ready, started = os.pipe()
+    code = f"from {__name__} import print_answer; print_answer({local_rank!r}, {started})"
     try:
-        return child.wait(time_limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # may sleep in the kernel forever
-            child.wait(5)
-        return None
+        # The child has its own session, which is killed with every process that the driver started.
+        child = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=out,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=(started,),
+        )
+        os.close(started)
+        if not _has_started(ready):
+            reason = (
+                f"Python did not come as far as the CUDA driver within {_START_LIMIT_S:g} s; see "
+                "what keeps this machine busy, and run moe-nvlink doctor again"
+            )
+        else:
+            try:
+                return child.wait(time_limit_s)
+            except subprocess.TimeoutExpired:
+                reason = (
+                    f"the CUDA driver did not answer within {time_limit_s:g} s; see whether "
+                    "nvidia-smi answers and what dmesg says of NVRM and Xid"
+                )
+    finally:
+        os.close(ready)
+    os.killpg(child.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # may sleep in the kernel forever
+        child.wait(5)
+    return reason
+
+
+def _has_started(ready: int) -> bool:
+    """Return whether the child is about to call the driver, or has ended, within the limit."""
+    return bool(select.select([ready], [], [], _START_LIMIT_S)[0])
 
 
 def from_json(values: dict[str, Any]) -> Gpus:
@@ -222,8 +248,17 @@ def own_index(local_rank: int | None, num_devices: int) -> int | None:
 # ---- in the child
 
 
-def print_answer(local_rank: int | None) -> None:
-    """Print Gpus as one line of JSON. This is all that the child does."""
+def print_answer(local_rank: int | None, started: int) -> None:
+    """Print Gpus as one line of JSON. This is all that the child does.
+
+    Args:
+        local_rank: as in probe.
+        started: end of a pipe, into which a byte goes when only the driver is left to wait for.
+    """
+    with contextlib.suppress(ImportError):  # driver.unavailable says it
+        import cuda.bindings.driver  # noqa: F401
+    os.write(started, b"x")
+    os.close(started)
     print(json.dumps(dataclasses.asdict(_gather(local_rank))))
 
 

@@ -63,7 +63,8 @@ class Software:
         entry_points: plugins that the installed distributions declare.
         transports: name -> whether it serves GPU ranks.
         plugin_error: why the transports cannot be listed; "" if they can.
-        frameworks: name of an installed framework -> whether our adapter would work with it.
+        frameworks: name of a framework whose adapter here can look -> whether the adapter would
+            work with it; None without the framework.
     """
 
     plugin: str
@@ -76,7 +77,7 @@ class Software:
     transports: dict[str, bool]
     plugin_error: str
     numpy_error: str = ""
-    frameworks: dict[str, Found] = dataclasses.field(default_factory=dict)
+    frameworks: dict[str, Found | None] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,26 +181,19 @@ def facts() -> Facts:
     )
 
 
-def as_values(found: Facts) -> dict[str, Any]:
-    """Return facts as JSON has them: a framework's stand beside those of other software."""
-    values = dataclasses.asdict(found)
-    answers = values["software"].pop("frameworks")
-    values["software"].update({name.lower(): answers.get(name) for name in _asked()})
-    return values
-
-
 def to_json(found: Facts) -> str:
     """Return facts as one line of JSON."""
-    return json.dumps(as_values(found))
+    return json.dumps(dataclasses.asdict(found))
 
 
 def from_json(text: str) -> Facts:
-    """Return the facts of which `to_json` has made `text`."""
+    """Return the facts of which `to_json` has made `text`, perhaps beside other adapters."""
     values = json.loads(text)
     software, cpu, kernels = values["software"], values["cpu"], values["kernels"]
     software["entry_points"] = tuple(EntryPoint(**e) for e in software["entry_points"])
-    answers = {name: software.pop(name.lower()) for name in _asked()}
-    software["frameworks"] = {name: Found(**one) for name, one in answers.items() if one}
+    software["frameworks"] = {
+        name: one and Found(**one) for name, one in software["frameworks"].items()
+    }
     values["software"] = Software(**software)
     for name in ("compiler", "kernels", "shared_memory"):
         cpu[name] = Found(**cpu[name])
@@ -280,18 +274,13 @@ def _software() -> Software:
     )
 
 
-def _asked() -> list[str]:
-    """Return the frameworks whose adapters look whether they would work."""
-    return [one.name for one in frameworks.installed() if one.look is not None]
-
-
-def _frameworks(versions: dict[str, str]) -> dict[str, Found]:
-    """Return name -> what its adapter finds, of the frameworks that are installed."""
-    found = {}
+def _frameworks(versions: dict[str, str]) -> dict[str, Found | None]:
+    """Return name -> what its adapter finds, of the frameworks whose adapters look."""
+    found: dict[str, Found | None] = {}
     for one in frameworks.installed():
-        answer = None if one.look is None else one.look(versions)
-        if answer is not None:
-            found[one.name] = Found(*answer)
+        if one.look is not None:
+            answer = one.look(versions)
+            found[one.name] = None if answer is None else Found(*answer)
     return found
 
 

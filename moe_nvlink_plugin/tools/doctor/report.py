@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from moe_nvlink_plugin import frameworks
 
 from .gpu import GpuDevice, Trial
-from .inquiry import Facts, Found, as_values
+from .inquiry import Facts, Found
 from .sockets import Sockets
 from .verdict import Verdict, device_reasons, numbered
 
@@ -33,7 +33,7 @@ def as_text(ranks: Sequence[Facts], verdicts: Sequence[Verdict]) -> str:
 def as_json(ranks: Sequence[Facts], verdicts: Sequence[Verdict]) -> str:
     """Return the report as JSON: {"ranks": [facts], "verdicts": [{who, works, reasons, notes}]}."""
     answer = {
-        "ranks": [as_values(found) for found in ranks],
+        "ranks": [dataclasses.asdict(found) for found in ranks],
         "verdicts": [{**dataclasses.asdict(v), "works": v.works} for v in verdicts],
     }
     return json.dumps(answer, indent=2)
@@ -67,7 +67,7 @@ def _software(found: Facts) -> list[str]:
         for group, which in framework.one_of.items()
         if declared[group] > 1
     ]
-    lines += [_line(name, answer) for name, answer in software.frameworks.items()]
+    lines += [_line(name, answer) for name, answer in software.frameworks.items() if answer]
     if software.numpy_error:
         lines.append(f"{_NO}{software.numpy_error}")
     if software.plugin_error:

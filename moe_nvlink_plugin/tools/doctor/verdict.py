@@ -61,7 +61,8 @@ def judge_gpu_ranks(ranks: Sequence[Facts]) -> Verdict:
     if len(ranks) > 1:
         reasons += [*_disagreements(ranks), *_kinds(ranks), *_shared_gpus(ranks)]
         reasons += [*_unlinked(ranks), *_across_hosts(ranks)]
-    notes = [*_by_rank(ranks, _gpu_notes), *_differences(ranks), *_side_by_side(ranks)]
+    notes = [*_by_rank(ranks, _gpu_notes), *_differences(ranks), *_adapters(ranks)]
+    notes += _side_by_side(ranks)
     return Verdict("GPU ranks", tuple(reasons), tuple(notes))
 
 
@@ -81,7 +82,7 @@ def judge_cpu_ranks(ranks: Sequence[Facts]) -> Verdict:
                 "the ranks see different /dev/shm; start them in one container, or give the "
                 "containers one shared memory (docker: --ipc)"
             )
-    return Verdict("CPU ranks", tuple(reasons))
+    return Verdict("CPU ranks", tuple(reasons), tuple(_adapters(ranks)))
 
 
 def _by_rank(ranks: Sequence[Facts], judge: Callable[[Facts], list[str]]) -> list[str]:
@@ -285,9 +286,9 @@ def _gpu_notes(found: Facts) -> list[str]:
         missing = _missing(found, name)
         if missing and found.kernels.nvrtc.error:
             notes.append(
-                f"there is no NVRTC, and the cache has no kernels on {name} for "
-                f"{'; '.join(missing)}: a layer that needs them stops at start-up and says what to "
-                "run"
+                f"the cache has no kernels on {name} for {'; '.join(missing)}: a layer that needs "
+                "them stops at start-up and says what to run, because nothing here compiles them: "
+                f"{found.kernels.nvrtc.error}"
             )
     return notes
 
@@ -344,6 +345,22 @@ def _differences(ranks: Sequence[Facts]) -> list[str]:
     }
     told = [_differing(ranks, what, value) for what, value in values.items()]
     return [text for text in told if text]
+
+
+def _adapters(ranks: Sequence[Facts]) -> list[str]:
+    """Return the frameworks that only a part of the ranks could use, and which ranks lack what."""
+    names = dict.fromkeys(name for found in ranks for name in found.software.frameworks)
+
+    def state(found: Facts, name: str) -> str:
+        if name not in found.software.frameworks:
+            return f"no adapter for {name}"
+        answer = found.software.frameworks[name]
+        if answer is None:
+            return f"no {name}"
+        return "an adapter that would not work" if answer.error else "an adapter that would work"
+
+    told = [_differing(ranks, name, lambda found, name=name: state(found, name)) for name in names]  # type: ignore[misc]
+    return [f"{text}; a server of it needs the same on all its ranks" for text in told if text]
 
 
 def _owners(ranks: Sequence[Facts]) -> list[tuple[int, Facts, GpuDevice]]:

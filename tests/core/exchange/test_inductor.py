@@ -1,13 +1,17 @@
-"""Inductor must not take the receive buffers for memory of its own."""
+"""Inductor must not take the receive buffers for memory of its own, and keeps no copy of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin.exchange.channel import Channel
+from moe_nvlink_plugin.exchange.layer import LayerExchange
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
 
 pytestmark = pytest.mark.timeout(240)
@@ -67,3 +71,60 @@ def test_empty_slots_are_marked_whatever_the_ids_were_overwritten_with(layer: Mo
     assert torch.equal(again.topk_ids[:2], ids[:2])
     assert bool((again.topk_ids[2:] == -1).all())
     layer.combine(again.hidden_states, again.metadata)
+
+
+_seen: list[tuple[int, int]] = []
+
+
+@torch.library.custom_op("moe_nvlink_tests::experts", mutates_args={"out"})
+def experts(hidden: torch.Tensor, out: torch.Tensor) -> None:
+    """Experts that Inductor cannot fuse, which say where they read and write."""
+    _seen.append((hidden.data_ptr(), out.data_ptr()))
+    torch.mul(hidden, 2.0, out=out)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["new output", "output given"])
+def test_no_row_is_copied(layer: MoeAllToAll, given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts read where the peers have written; combine reads where experts wrote, and returns."""
+
+    def block(
+        hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, output: torch.Tensor | None
+    ) -> torch.Tensor:
+        received = layer.dispatch(hidden, ids, weights, [hidden])
+        rows = layer.combine_input()
+        experts(received.hidden_states, rows)
+        return layer.combine(rows, received.metadata, output=output)
+
+    def uncopied(_channel: Channel, _rows: torch.Tensor) -> None:
+        raise AssertionError("combine copies the experts' rows")
+
+    results: list[int] = []
+    combine = LayerExchange.combine
+
+    def noted(self: LayerExchange, *arguments: Any) -> torch.Tensor:
+        result = combine(self, *arguments)
+        results.append(result.data_ptr())
+        return result
+
+    hidden, ids, weights = inputs(layer)
+    output = torch.empty_like(hidden) if given else None
+    kept = layer.dispatch(hidden, ids, weights, [hidden])
+    places = (kept.hidden_states.data_ptr(), layer.combine_input().data_ptr())
+    layer.combine(kept.hidden_states, kept.metadata)
+    monkeypatch.setattr(Channel, "_copy_rows", uncopied)
+    monkeypatch.setattr(LayerExchange, "combine", noted)
+    _seen.clear()
+    compiled = torch.compile(block, fullgraph=True)
+    with torch.no_grad():
+        found, (code,) = run_and_get_code(compiled, hidden, ids, weights, output)
+        again = compiled(hidden, ids, weights, output)
+    torch.testing.assert_close(found, 2.0 * hidden)
+    torch.testing.assert_close(again, 2.0 * hidden)
+    assert _seen == [places] * 2
+    assert results == [found.data_ptr(), again.data_ptr()]
+    if output is not None:
+        assert found.data_ptr() == again.data_ptr() == output.data_ptr()
+    assert "moe_nvlink.combine" in code
+    # Without a kernel of its own, nor a copy by torch, no call of this code moves a row.
+    for mover in ("copy_", "clone", "cpp_fused", "empty_strided_cpu(("):
+        assert mover not in code, code

@@ -6,6 +6,7 @@ import pytest
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from moe_nvlink_plugin.errors import DriverError, PeerError
+from moe_nvlink_plugin.exchange import small_batches
 from moe_nvlink_plugin.exchange.small_batches import with_small_tokens
 from moe_nvlink_plugin.launch.cpu import HostExecutor
 from moe_nvlink_plugin.plugins import find_recipe
@@ -51,14 +52,45 @@ def test_what_is_asked_for() -> None:
 
 
 def test_units_carry_whole_words() -> None:
-    """A rank's own rows decide: of the activations, of their scales, and of extra payloads."""
+    """A verb's own rows decide: of activations, scales and extra payloads; of the experts."""
     assert limits(H200_SMS, hidden_size=7169) == (0, 0)
     assert limits(H200_SMS, small_tokens=16, hidden_size=7170) == (16, 16)
-    assert limits(H200_SMS, small_tokens=16, recipe="fp8_tensor", hidden_size=7170) == (0, 0)
-    assert limits(H200_SMS, small_tokens=16, recipe="mxfp8", hidden_size=2880) == (0, 0)
+    assert limits(H200_SMS, small_tokens=16, recipe="fp8_tensor", hidden_size=7170) == (0, 16)
+    assert limits(H200_SMS, small_tokens=16, recipe="mxfp8", hidden_size=2880) == (0, 16)
     assert limits(H200_SMS, small_tokens=16, recipe="nvfp4", hidden_size=2880)[0] == 16
-    assert limits(H200_SMS, extra_payload_bytes=(4, 5)) == (0, 0)
-    assert limits(H200_SMS, extra_payload_bytes=(4, 8))[0] == 32
+    assert limits(H200_SMS, extra_payload_bytes=(4, 5)) == (0, 10)
+    assert limits(H200_SMS, extra_payload_bytes=(4, 8)) == (32, 10)
+    assert limits(0, extra_payload_bytes=(5,)) == (0, 0)
+    assert limits(0, small_tokens=0, small_combine_tokens=4, extra_payload_bytes=(5,)) == (0, 0)
+    assert limits(0, small_tokens=9, recipe="bytes_14335", combine="bf16") == (0, 9)
+
+
+def test_a_packed_row_that_is_too_long_to_quantise() -> None:
+    assert limits(0, small_tokens=4, recipe="fp8_token", hidden_size=16384) == (0, 4)
+    assert limits(0, small_tokens=4, hidden_size=16384) == (4, 4)
+
+
+def test_what_is_asked_for_and_does_not_hold_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    small_batches._say_once.cache_clear()
+    assert limits(H200_SMS, extra_payload_bytes=(4, 5)) == (0, 10)  # nobody asked
+    limits(0, small_tokens=16, extra_payload_bytes=(4, 4))
+    assert not caplog.messages
+    for _ in range(2):
+        limits(0, small_tokens=16, extra_payload_bytes=(4, 5))
+    (said,) = caplog.messages
+    assert "small_tokens=16 does not hold for dispatch: the bytes of a row must be a" in said
+    assert "a multiple of 4 (5 of extra_1); pad it" in said
+    caplog.clear()
+    limits(0, small_tokens=16, recipe="fp8_token", hidden_size=16384)
+    assert "with recipe fp8_token the payloads of a token may take 16384 bytes, and" in caplog.text
+    caplog.clear()
+    limits(0, small_tokens=16, small_combine_tokens=8, combine="fp8_block")
+    assert "small_combine_tokens=8 does not hold: combine='fp8_block' with rows" in caplog.text
+    monkeypatch.setenv("MOE_NVLINK_SMALL_TOKENS", "24")
+    limits(0, extra_payload_bytes=(6,))
+    assert "small_tokens=24 does not hold for dispatch: " in caplog.text
 
 
 def test_the_variable_is_for_both(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,17 @@ def read() -> dict[str, list[Touched]]:
     return found
 
 
+def test_files_of_editors_are_no_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "adapter_with_strays"
+    (package / ".ipynb_checkpoints").mkdir(parents=True)
+    for name in ("__init__.py", "ops.py", ".ipynb_checkpoints/ops.py"):
+        (package / name).write_text("")
+    (package / ".#ops.py").symlink_to("somebody@host:1")  # Emacs, while it has unsaved changes
+    (package / "._ops.py").write_bytes(b"\x00\x05\x16\x07\xff")  # macOS, on other file systems
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert modules_of("adapter_with_strays") == {"": "", "ops": ""}
+
+
 def test_it_reads_what_the_source_says() -> None:
     found = read()
     assert set(found) == {

@@ -465,19 +465,24 @@ def test_ranks_choose_their_manager_together(folder: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_ranks_on_two_hosts_are_named(
-    requests_of: Callable[[TinyModel], Requests], folder: Path
-) -> None:
-    """vLLM counts one node; the ranks' boot ids differ."""
+def test_ranks_on_two_hosts_are_named(folder: Path) -> None:
+    """vLLM counts one node; the ranks' boot ids differ. Refused before weights are looked for."""
+    checkpoint = without_weights(write_checkpoint(folder / "apart, no weights", QWEN3))
     plugin = write_plugin(folder / "plugin apart", "one_host_each", one_host_each)
     server = EpServer(
-        requests_of(QWEN3), folder, "apart", *DP2, EAGER, environment={"PYTHONPATH": str(plugin)}
+        Requests(checkpoint, [], [], []),
+        folder,
+        "apart",
+        *DP2,
+        EAGER,
+        environment={"PYTHONPATH": str(plugin)},
     )
     with pytest.raises(ServerError), server:
         pass
     told = server.server.log_path.read_text("utf-8")
     assert "no transport connects the ranks: the CPU ranks are on several hosts" in told
     assert "(boot id of rank 0); rank 1 on" in told
+    assert NO_WEIGHTS not in told
 
 
 @pytest.mark.long
@@ -503,22 +508,36 @@ def test_ray(requests_of: Callable[[TinyModel], Requests], folder: Path) -> None
         server.check_traffic(2, 12, _num_moe_layers(QWEN3))
 
 
+def without_weights(checkpoint: Path) -> Path:
+    """Whoever loads its weights ends with an error of vLLM's own."""
+    (checkpoint / "model.safetensors").unlink()
+    return checkpoint
+
+
+#: What vLLM says of a checkpoint that has no weights.
+NO_WEIGHTS = "Cannot find any model weights"
+
+
 def test_a_refusal_ends_the_server_with_its_reason(folder: Path) -> None:
-    checkpoint = write_checkpoint(folder / "refused", "qwen3_moe")
+    """It comes before weights are looked for: there are none."""
+    checkpoint = without_weights(write_checkpoint(folder / "refused", "qwen3_moe"))
     lora = ["--enable-lora", "--fully-sharded-loras"]
-    arguments = ["--data-parallel-size=2", "--all2all-backend=moe_nvlink", *lora]
-    server = ForkedServer(
-        model=checkpoint,
-        name="refused",
-        folder=folder,
-        arguments=arguments,
-    )
-    with server, pytest.raises(ServerError, match="exit code 1"):
-        server.wait_until_ready()
-    told = server.log_tail(5)
-    assert "--all2all-backend moe_nvlink cannot serve this configuration" in told
-    assert "add --enable-expert-parallel" in told
-    assert "LoRA on experts with --fully-sharded-loras: remove the flag" in told
+    ours = ["--data-parallel-size=2", "--all2all-backend=moe_nvlink"]
+    told = {}
+    for name, arguments in (
+        ("refused", [*ours, *lora]),
+        ("loaded", [*ours, "--enable-expert-parallel", EAGER]),
+    ):
+        server = ForkedServer(model=checkpoint, name=name, folder=folder, arguments=arguments)
+        with server, pytest.raises(ServerError, match="exit code 1"):
+            server.wait_until_ready()
+        told[name] = server.log_path.read_text("utf-8")
+    last = "\n".join(told["refused"].splitlines()[-5:])
+    assert "--all2all-backend moe_nvlink cannot serve this configuration" in last
+    assert "add --enable-expert-parallel" in last
+    assert "LoRA on experts with --fully-sharded-loras: remove the flag" in last
+    assert NO_WEIGHTS not in told["refused"]
+    assert NO_WEIGHTS in told["loaded"], "nobody would have noticed that weights were loaded"
 
 
 _PYTHON = """

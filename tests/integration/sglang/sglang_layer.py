@@ -53,6 +53,7 @@ def runner_config(ep_size: int, **values: Any) -> Any:
         "num_fused_shared_experts": 0,
         "no_combine": False,
         "apply_router_weight_on_input": False,
+        "layer": SimpleNamespace(reduce_results=False),
     }
     return SimpleNamespace(**{**usual, **values})
 

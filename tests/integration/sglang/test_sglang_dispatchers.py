@@ -417,6 +417,7 @@ def test_only_cpu_ranks_read_what_arrived(
     [
         ({"num_fused_shared_experts": 1}, "--disable-shared-experts-fusion"),
         ({"no_combine": True}, "no_combine"),
+        ({"layer": SimpleNamespace(reduce_results=True)}, "would sum a second time what our"),
         ({"num_local_experts": 3}, "holds 3 of 8 experts"),
         ({"apply_router_weight_on_input": True}, "apply_router_weight_on_input"),
     ],

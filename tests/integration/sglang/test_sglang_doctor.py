@@ -48,7 +48,9 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
 
 
 def _asked() -> inquiry.Found:
-    return inquiry._software().frameworks["SGLang"]
+    found = inquiry._software().frameworks["SGLang"]
+    assert found is not None
+    return found
 
 
 def test_the_flag_is_available(environment: Environment) -> None:
@@ -93,7 +95,7 @@ def test_it_is_in_the_report_and_in_json(environment: Environment) -> None:
     assert inquiry.from_json(inquiry.to_json(found)) == found
     assert "SGLang: 0.5.23 takes --moe-a2a-backend moe_nvlink" in report.as_text([found], [])
     as_json = json.loads(report.as_json([found], []))["ranks"][0]["software"]
-    assert as_json["sglang"]["text"].startswith("0.5.23 takes")
+    assert as_json["frameworks"]["SGLang"]["text"].startswith("0.5.23 takes")
     without = dataclasses.replace(found.software, frameworks={})
     assert "takes --moe-a2a-backend" not in report.as_text(
         [dataclasses.replace(found, software=without)], []

@@ -365,9 +365,9 @@ def on_machine(capability: str, *, flashinfer: bool) -> dict[str, str]:
 
 _HEAD = """# Which experts vLLM 0.33 chooses behind this exchange, and what travels to them
 
-Made by `.venv-vllm33/bin/python -m tests.integration.vllm.selection`, after `make vllm33-env`. It is
-vLLM's own choice with `--moe-backend auto` and 8 expert-parallel ranks, on a GPU and with packages
-that vLLM is made to believe in. No GPU has run any of it. vLLM finds FlashInfer only if
+Made by `.venv-vllm33/bin/python -m tests.integration.vllm.selection`, after `make vllm33-env`.
+vLLM chooses with `--moe-backend auto` and 8 expert-parallel ranks, on a GPU and with packages that
+it is made to believe in. No GPU has run any of it. vLLM finds FlashInfer only if
 `flashinfer-cubin`, or `nvcc` and `ninja`, are installed too.
 """
 
