@@ -31,8 +31,8 @@ OLDER = {"PYTHONPATH": str(Path(vllm.__file__).parents[1])}
 
 _SERVERS = "tests/integration/servers"
 _E2E = f"{_SERVERS}/test_vllm_e2e.py"
-_MOE = "tests/integration/vllm/moe"
-_TWO_RANKS = f"{_E2E}::TestTwoDataParallelRanks"
+_TRITON_EXPERTS = "tests/integration/vllm/moe/test_vllm_triton_experts.py"
+_ONE_RANK = f"{_E2E}::test_tokens_equal_those_of_one_rank"
 
 
 class Run(NamedTuple):
@@ -53,17 +53,11 @@ class Run(NamedTuple):
 
 #: Those of every `make test`: the runner of GPUs, and vLLM's experts in Triton.
 SHORT = {
-    "v2 runner, two ranks": Run(
-        (
-            f"{_TWO_RANKS}::test_one_request_at_a_time_leaves_a_rank_idle",
-            f"{_TWO_RANKS}::test_concurrent_requests[3]",
-            f"{_TWO_RANKS}::test_the_rows_went_through_our_exchange",
-        ),
-        V2,
-    ),
-    "triton experts": Run((f"{_MOE}/test_vllm_triton_experts.py",), TRITON),
+    "v2 runner": Run((f"{_ONE_RANK}[gpt-oss dp2-model3-2-arguments3]",), V2),
+    "triton experts": Run((_TRITON_EXPERTS,), TRITON),
 }
 LONG = {
+    "triton experts, three ranks": Run((_TRITON_EXPERTS,), TRITON, marked="long"),
     "adapter": Run(("tests/integration/vllm",), minutes=20),
     "servers": Run((_E2E,), minutes=30, marked="long or not long"),
     "v2 servers": Run((_E2E,), V2, minutes=30, marked="long or not long"),

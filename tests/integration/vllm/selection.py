@@ -236,9 +236,8 @@ def _select(layer: str, form: str, moe: Any) -> tuple[Any, type[Any]]:
 
 def _by_groups() -> Any:
     """Of weights in groups of 128, as compressed-tensors describes them."""
-    from compressed_tensors.quantization import QuantizationArgs
-
-    return QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=128)
+    quantization = importlib.import_module("compressed_tensors.quantization")
+    return quantization.QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=128)
 
 
 def _quant_config(form: str, moe: Any, backend: Any) -> Any:
@@ -253,7 +252,7 @@ def _quant_config(form: str, moe: Any, backend: Any) -> Any:
             backend, w1_scale=scales, w2_scale=scales, a1_scale=a_scale, a2_scale=a_scale, **more
         )
 
-    by_token = {"per_act_token_quant": True}
+    by_token: dict[str, Any] = {"per_act_token_quant": True}
     made: dict[str, Callable[[], Any]] = {
         "BF16": lambda: config.FUSED_MOE_UNQUANTIZED_CONFIG,
         "FP8 blocks": lambda: of_fp8(blocks, block_shape=[128, 128]),
@@ -309,7 +308,7 @@ def _travels(moe: Any, experts: Any) -> str:
     )  # fmt: skip
     placed = torch.full((moe.num_experts,), -1, dtype=torch.int32)
     placed[: moe.num_local_experts] = torch.arange(moe.num_local_experts, dtype=torch.int32)
-    exchange = SimpleNamespace(
+    exchange: Any = SimpleNamespace(
         config=config, combine_input=functools.partial(_combine_input, config)
     )
     ours = CudaPrepareAndFinalize(exchange, placed, chosen)

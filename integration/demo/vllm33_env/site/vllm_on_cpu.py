@@ -39,7 +39,7 @@ def _add_backend(backends: ModuleType) -> None:
 
 def _sample_in_torch(sampler: ModuleType) -> None:
     """The interpreter gives _topk_topp_kernel the numbers of a tl.range without their methods."""
-    sampler.HAS_TRITON = False
+    vars(sampler)["HAS_TRITON"] = False
 
 
 #: Module -> what completes it.

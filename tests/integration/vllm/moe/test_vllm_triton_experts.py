@@ -316,7 +316,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("ep_size", [2, 3])
+@pytest.mark.parametrize("ep_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_the_layer_is_that_of_one_rank(scheme: str, ep_size: int) -> None:
     """Ragged rounds, of no token and of many."""
 
