@@ -73,7 +73,15 @@ def local_expert_range(num_experts: int, ep_size: int, ep_rank: int) -> tuple[in
 
     Ranks own contiguous ranges. If ep_size does not divide num_experts, each of the first
     `num_experts % ep_size` ranks owns one expert more than each of the others.
+
+    Raises:
+        ConfigError: the group of ep_size ranks has no rank ep_rank.
     """
+    if not 0 <= ep_rank < ep_size:
+        raise ConfigError(
+            f"ep_rank={ep_rank} is not from 0 to {ep_size - 1} (ep_size={ep_size}); the arguments "
+            "are num_experts, ep_size, ep_rank"
+        )
     # Not divmod: torch.compile cannot trace it, and experts call this function in their layer.
     fewest, num_larger = num_experts // ep_size, num_experts % ep_size
     first = ep_rank * fewest + min(ep_rank, num_larger)

@@ -30,13 +30,19 @@ def rank_mask(
         `[ceil(ep_size / 64)]` int64. Bit r % 64 of word r // 64 is set if rank r takes part.
 
     Raises:
-        InputError: a rank is not one of the exchange.
+        InputError: a rank is not one of the exchange, or no integer: bools would pass for ranks 0
+            and 1.
     """
     if not isinstance(ranks, Iterable):
         raise InputError(f"ranks={ranks!r} is no sequence of ranks; for one rank pass [{ranks!r}]")
     words = [0] * num_words(ep_size)
     for rank in ranks:
-        if not isinstance(rank, int) or not 0 <= rank < ep_size:
+        if not isinstance(rank, int) or isinstance(rank, bool):
+            raise InputError(
+                f"rank {rank!r} is a {type(rank).__name__}, it must be an integer; of a tensor or "
+                "an array pass .tolist(), and of bools the places of True"
+            )
+        if not 0 <= rank < ep_size:
             raise InputError(
                 f"rank {rank!r} is not in 0..{ep_size - 1}; name ranks of the exchange's group"
             )

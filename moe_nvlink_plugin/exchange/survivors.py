@@ -95,7 +95,7 @@ def leave_out(
 
 def _gone(workspace: Workspace[Executor], ranks: Iterable[int]) -> tuple[int, ...]:
     size, me = workspace.group.size, workspace.group.rank
-    dead = {*ranks}
+    dead = [*ranks]  # no set yet: a caller may pass one list, which no set can hold
     for rank in dead:
         is_int = isinstance(rank, int) and not isinstance(rank, bool)
         if not is_int or not 0 <= rank < size or rank == me:
@@ -103,7 +103,7 @@ def _gone(workspace: Workspace[Executor], ranks: Iterable[int]) -> tuple[int, ..
                 f"rank {rank!r} cannot be left out: name ranks of 0 to {size - 1}, and not rank "
                 f"{me}, which is this rank"
             )
-    return tuple(sorted(dead.union(workspace.left_out)))
+    return tuple(sorted({*dead, *workspace.left_out}))
 
 
 class _Meeting:

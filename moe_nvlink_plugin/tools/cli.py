@@ -60,6 +60,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _folder(text: str) -> Path:
+    if not text.strip():  # of a shell's unset variable; as a Path it is the current directory
+        raise argparse.ArgumentTypeError(f"{text!r} names no directory; leave the option out")
+    return Path(text)
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)
@@ -125,7 +131,7 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
     )
     compiling.add_argument(
         "--cache-dir",
-        type=Path,
+        type=_folder,
         metavar="DIR",
         help="directory to fill (default: MOE_NVLINK_CACHE_DIR, or the user's cache directory)",
     )

@@ -178,3 +178,10 @@ def test_expert_ranges(num_experts: int, ep_size: int) -> None:
     sizes = [end - first for first, end in ranges]
     assert sizes == sorted(sizes, reverse=True)
     assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(("ep_size", "ep_rank"), [(2, 2), (2, -1), (3, 8), (0, 0)])
+def test_no_expert_range_of_no_rank(ep_size: int, ep_rank: int) -> None:
+    """(3, 8) are arguments in the wrong order: rank 3 of 8 would own no expert."""
+    with pytest.raises(ConfigError, match=f"ep_rank={ep_rank} is not from 0 to {ep_size - 1} "):
+        local_expert_range(256, ep_size, ep_rank)

@@ -17,7 +17,7 @@ from typing import Any
 
 from moe_nvlink_plugin import env, frameworks
 from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
-from moe_nvlink_plugin.jit import cache, host, nvrtc
+from moe_nvlink_plugin.jit import cache, header, host, nvrtc
 from moe_nvlink_plugin.launch.kernel import Variant
 from moe_nvlink_plugin.tools import precompile, shipped
 
@@ -238,11 +238,23 @@ def _descriptor_domain() -> str:
 def _environment() -> tuple[dict[str, str | None], tuple[str, ...]]:
     bad = []
     readers: tuple[Callable[[], Any], ...] = (env.host_threads, env.first_timeout_s, env.pdl)
-    for reader in (*readers, env.max_sms, env.allow_shared_gpu, env.lineinfo):
+    readers += (env.max_sms, env.small_tokens, _combine, env.allow_shared_gpu, env.lineinfo)
+    for reader in readers:
         found = _ask(lambda reader=reader: str(reader()))  # type: ignore[misc]
         if found.error:
             bad.append(found.error)
     return env.current(), tuple(bad)
+
+
+def _combine() -> str:
+    """Return the format that MOE_NVLINK_COMBINE names; without torch, which config.py imports."""
+    name, formats = env.combine(), header.combine_formats()
+    if name not in formats:
+        raise ConfigError(
+            f"MOE_NVLINK_COMBINE={name!r} is no format of combine; set one of "
+            f"{', '.join(formats)}, or unset it for bf16"
+        )
+    return name
 
 
 def _software() -> Software:

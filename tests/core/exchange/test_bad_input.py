@@ -394,9 +394,19 @@ def test_combine_input_of_another_type(layer: MoeAllToAll) -> None:
         layer.combine_input(channel=2)
 
 
-@pytest.mark.parametrize("ranks", [3, ["1"], [True, None]])
-def test_masks_of_what_are_no_ranks(ranks: Any) -> None:
-    with pytest.raises(InputError, match="no sequence of ranks|is not in 0..3"):
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (3, "ranks=3 is no sequence of ranks"),
+        ([0, 4], r"rank 4 is not in 0\.\.3"),
+        ([-1], r"rank -1 is not in 0\.\.3"),
+        (["1"], "rank '1' is a str, it must be an integer"),
+        ([True, False, True, True], "rank True is a bool, .* of bools the places of True"),
+        (torch.tensor([0, 2]), r"rank tensor\(0\) is a Tensor, .* pass \.tolist\(\)"),
+    ],
+)
+def test_masks_of_what_are_no_ranks(ranks: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         rank_mask(ranks, 4)
 
 

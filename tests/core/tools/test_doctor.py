@@ -564,6 +564,8 @@ def test_needed_architectures_are_compiled(
         ("MOE_NVLINK_TIMEOUT_S", "-1"),
         ("MOE_NVLINK_MAX_SMS", "x"),
         ("MOE_NVLINK_LINEINFO", "2"),
+        ("MOE_NVLINK_SMALL_TOKENS", "65"),
+        ("MOE_NVLINK_COMBINE", "fp8"),
     ],
 )
 def test_bad_variables(fake: Fake, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:

@@ -128,8 +128,13 @@ def test_malformed_geometries(text: str, capsys: pytest.CaptureFixture[str]) -> 
     assert f"geometry {text!r} is neither" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--arch", "sm_80"], ["--jobs", "0"], ["--jobs", "many"]])
-def test_bad_options(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [["--arch", "sm_80"], ["--jobs", "0"], ["--jobs", "many"], ["--cache-dir", ""]]
+)
+def test_bad_options(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precompile, "precompile", lambda *_given, **_options: 0)
     with pytest.raises(SystemExit) as caught:
         cli.main(["precompile", *arguments])
     assert caught.value.code == 2
