@@ -20,6 +20,10 @@ from moe_nvlink_plugin.integration.vllm.backend import (
 
 _OPTION = "--all2all-backend"
 _ADDITIONAL_OPTION = "--additional-config"
+#: To what vLLM changes the carrier if the experts that --moe-backend names exchange rows.
+PASSTHROUGH = "passthrough"
+#: Names of --moe-backend for which vLLM does not.
+OWN_EXCHANGE = frozenset({"deep_gemm_mega_moe"})
 _HELP = (
     f'\n\n- "{BACKEND}": dispatch and combine of the moe_nvlink_plugin package'
     " (needs --enable-expert-parallel and --data-parallel-size of 2 or more)."
@@ -113,6 +117,32 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
     # The actions keep vLLM's groups and order; only their reaction to a value changes.
     action.__class__ = _BackendAction
     additional.__class__ = _AdditionalConfigAction
+
+
+def stands_aside(vllm_config: Any) -> bool:
+    """Return whether experts exchange rows themselves; then take our choice back. Local.
+
+    Then nothing of ours is needed, in this process and in the workers. vLLM changes the carrier for
+    FlashInfer's experts of that kind, and leaves it for DeepGEMM's.
+
+    Args:
+        vllm_config: vLLM's VllmConfig, which asks for our backend.
+    """
+    moe_backend = vllm_config.kernel_config.moe_backend
+    is_changed = vllm_config.parallel_config.all2all_backend == PASSTHROUGH
+    if not is_changed and moe_backend not in OWN_EXCHANGE:
+        return False
+    additional = vllm_config.additional_config
+    vllm_config.additional_config = {k: v for k, v in additional.items() if k != KEY}
+    logger.warning(
+        "--moe-backend %s dispatches and combines inside its kernels, so %s %s has no effect. With "
+        "--moe-backend auto rows go through %s.",
+        moe_backend,
+        _OPTION,
+        BACKEND,
+        BACKEND,
+    )
+    return True
 
 
 def map_engine_args(engine_args: Any) -> None:

@@ -81,6 +81,8 @@ class MoeNvlinkPlatform(_Base):
         is_selected = backend.is_selected(vllm_config)
         if is_selected:
             logs.show_through(logging.getLogger("vllm"))  # vLLM has configured its loggers again
+            is_selected = not flag.stands_aside(vllm_config)
+        if is_selected:
             flag.require_all_of_ours()
             from moe_nvlink_plugin.integration.vllm.balancing import eplb
             from moe_nvlink_plugin.integration.vllm.draft import drafts

@@ -38,8 +38,6 @@ SLICES_BY_ROWS = frozenset(
 )
 #: vLLM's mechanism of sleep that frees what its own allocator has made, and nothing else.
 SLEEPS = "cumem"
-#: To what vLLM changes the carrier if the experts that --moe-backend names exchange rows.
-_PASSTHROUGH = "passthrough"
 _NOT_COMPILED = 0  # vLLM's CompilationMode.NONE
 
 logger = logging.getLogger(__name__)
@@ -125,13 +123,7 @@ def _parallel(parallel: Any) -> Iterator[str]:
 
 def _backends(vllm_config: Any) -> Iterator[str]:
     parallel = vllm_config.parallel_config
-    if parallel.all2all_backend == _PASSTHROUGH:
-        yield (
-            f"--moe-backend {vllm_config.kernel_config.moe_backend}: these experts dispatch and "
-            "combine themselves, so no rows would go through our exchange. Choose other experts "
-            f"(--moe-backend auto), or remove --all2all-backend {BACKEND}."
-        )
-    elif parallel.all2all_backend != CARRIER:
+    if parallel.all2all_backend != CARRIER:
         yield (
             f"--all2all-backend {parallel.all2all_backend} is set beside additional_config: "
             f"name one backend, {parallel.all2all_backend} or {BACKEND}."

@@ -143,10 +143,6 @@ def test_those_models_are_vllms() -> None:
         ({"enable_dbo": True}, ["--enable-dbo", "Microbatching currently only supports"]),
         ({"ubatch_size": 3}, ["--ubatch-size 3"]),
         ({"prefill_context_parallel_size": 2}, ["--prefill-context-parallel-size 2", "V2 model"]),
-        (
-            {"moe_backend": "flashinfer_moe_ep_cutedsl"},
-            ["--moe-backend flashinfer_moe_ep_cutedsl", "dispatch and combine themselves"],
-        ),
         ({"hf_overrides": {"hidden_size": 100}}, ["hidden_size 100", "multiple of 32"]),
         ({"data_parallel_size": 32}, ["16 experts on 32 ranks"]),
         ({"additional_config": {KEY: {"dispatch": "fp7"}}}, ["'fp7' is unknown"]),
@@ -157,6 +153,18 @@ def test_vllm_itself_is_refused(checkpoint: Path, values: dict[str, Any], words:
         _create(checkpoint, **values)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("moe_backend", ["flashinfer_moe_ep_cutedsl", "deep_gemm_mega_moe"])
+def test_experts_that_exchange_rows_are_left_to_vllm(
+    moe_backend: str, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The configuration that vLLM hands to its workers does not ask for us; the log says why."""
+    config = _create(checkpoint, moe_backend=moe_backend)
+    assert not backend.is_selected(config)
+    assert "MoeNvlink" not in str(config.parallel_config.worker_cls)
+    (told,) = [text for text in caplog.messages if "has no effect" in text]
+    assert f"--moe-backend {moe_backend} dispatches and combines inside its kernels" in told
 
 
 def test_two_backends_at_once_are_refused(checkpoint: Path) -> None:
