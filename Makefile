@@ -11,6 +11,7 @@
 # make vllm33-env  the same with vLLM 0.33, whose registry has a build for GPUs alone
 # make test-oldest  the tests of the core and of the kernels on the oldest versions that pyproject.toml
 #              allows, in .venv-oldest; needs Python 3.10, or OLDEST_PYTHON=its path
+# make test-newest  the same on the newest versions; needs Python 3.13, or NEWEST_PYTHON=its path
 # make clean   remove what tools and builds wrote; make distclean removes the environment too
 #
 # PYTHON=python3.12 chooses the interpreter of the environment, PYTEST_ARGS="tests/core -x" the tests.
@@ -27,8 +28,10 @@ PIP := $(PY) -m pip --disable-pip-version-check -qq
 ENV_READY := $(VENV)/.ready
 ENV_COMPILED := $(VENV)/.compiled
 SGLANG_VENV ?= .venv-sglang
-OLDEST_VENV ?= .venv-oldest
+OLDEST_VENV := .venv-oldest
 OLDEST_PYTHON ?= 3.10
+NEWEST_VENV := .venv-newest
+NEWEST_PYTHON ?= 3.13
 UV := UV_PYTHON_DOWNLOADS=never $(VENV)/bin/uv
 SGLANG_PY := $(SGLANG_VENV)/bin/python
 export MOE_NVLINK_SGLANG_PYTHON ?= $(abspath $(SGLANG_PY))
@@ -48,7 +51,7 @@ BENCHMARKS := "bench_moe_comm.py --iters 30" "bench_recipes.py --iterations 10" 
 	bench_launch.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env sglang-env vllm33-env demo test test-long oldest-env test-oldest upstream-tests dist lint typecheck bench clean distclean
+.PHONY: help env sglang-env vllm33-env demo test test-long oldest-env test-oldest newest-env test-newest upstream-tests dist lint typecheck bench clean distclean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p; s/^# \(PYTHON.*\)/\1/p' Makefile
@@ -123,20 +126,25 @@ $(VLLM33_READY): $(VLLM33_FILES)/requirements.txt $(VLLM33_FILES)/adapt.py | env
 
 vllm33-env: $(VLLM33_READY)
 
-# The oldest torch is built for CUDA: some 3 GB. uv chooses the versions; it downloads no interpreter.
-$(OLDEST_VENV)/.ready: pyproject.toml | $(ENV_READY)
-	@echo "creating the environment $(OLDEST_VENV) (a few minutes, once)"
+# Both take torch's build for CUDA: some 3 GB. uv chooses the versions; it downloads no interpreter.
+$(OLDEST_VENV)/.ready: RESOLUTION = lowest-direct
+$(OLDEST_VENV)/.ready: OF_PYTHON = $(OLDEST_PYTHON)
+$(NEWEST_VENV)/.ready: RESOLUTION = highest
+$(NEWEST_VENV)/.ready: OF_PYTHON = $(NEWEST_PYTHON)
+$(OLDEST_VENV)/.ready $(NEWEST_VENV)/.ready: pyproject.toml | $(ENV_READY)
+	@echo "creating the environment $(@D) (a few minutes, once)"
 	@$(PIP) install uv
-	@$(UV) venv -q --clear --python $(OLDEST_PYTHON) $(OLDEST_VENV)
-	@$(UV) pip compile -q --python $(OLDEST_VENV)/bin/python --resolution lowest-direct --extra cuda \
-		pyproject.toml -o $(OLDEST_VENV)/oldest.txt
-	@$(UV) pip install -q --python $(OLDEST_VENV)/bin/python -c $(OLDEST_VENV)/oldest.txt -e ".[test]"
+	@$(UV) venv -q --clear --python $(OF_PYTHON) $(@D)
+	@$(UV) pip compile -q --python $(@D)/bin/python --resolution $(RESOLUTION) --extra cuda \
+		pyproject.toml -o $(@D)/versions.txt
+	@$(UV) pip install -q --python $(@D)/bin/python -c $(@D)/versions.txt -e ".[test]"
 	@touch $@
 
 oldest-env: $(OLDEST_VENV)/.ready
+newest-env: $(NEWEST_VENV)/.ready
 
-test-oldest: oldest-env
-	@$(OLDEST_VENV)/bin/python -m pytest -n 2 tests/core tests/kernels $(PYTEST_ARGS)
+test-oldest test-newest: test-%: %-env
+	@.venv-$*/bin/python -m pytest -n 2 tests/core tests/kernels $(PYTEST_ARGS)
 
 # Python 3.10 has no SGLang; its tests are skipped there.
 OTHER_FRAMEWORKS = vllm33-env $(SGLANG_WHERE_IT_RUNS)
@@ -180,4 +188,4 @@ clean:
 		-prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM33_VENV) $(OLDEST_VENV)
+	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM33_VENV) $(OLDEST_VENV) $(NEWEST_VENV)
