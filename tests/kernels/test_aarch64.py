@@ -19,11 +19,12 @@ from moe_nvlink_plugin.jit import header
 from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.recipes import QuantisedRows, combine_formats
 from moe_nvlink_plugin.recipes.combine_formats import FORMATS
-from tests.kernels import quantiser_rows as rows_of
-from tests.kernels import test_combine_formats as formats_of
-from tests.kernels import test_head_sanitizers, test_numeric, test_sanitizers
-from tests.kernels.quantiser_rows import BLOCKS, RECIPES, assert_same
-from tests.kernels.test_quantisers import by_kernel
+from tests.kernels import test_head_sanitizers, test_sanitizers
+from tests.kernels.exchange import test_combine_formats as formats_of
+from tests.kernels.formats import quantiser_rows as rows_of
+from tests.kernels.formats import test_numeric
+from tests.kernels.formats.quantiser_rows import BLOCKS, RECIPES, assert_same
+from tests.kernels.formats.test_quantisers import by_kernel
 from tests.support import aarch64, cases, emulated, kernel_texts
 from tests.support.aarch64 import Aarch64Backend, Calls
 from tests.support.cases import Case
