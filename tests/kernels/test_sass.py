@@ -194,6 +194,12 @@ def loads_first(number: Callable[[Build], int]) -> Check:
     return check
 
 
+def acquires_whole_cell(_build: Build, code: Code) -> None:
+    """Count and epoch of a cell come from one load, or they could belong to two rounds."""
+    loads = code.places(r"LDG\.E\.64\.STRONG\.SYS")
+    assert any(code.names[i + 1] == "CCTL.IVALL" for i in loads)
+
+
 def same_order(build: Build, code: Code) -> None:
     """Quantising adds no barrier and no ordered access: a row's amax is published by the barrier
     that ends its routing.
@@ -215,7 +221,7 @@ def route_waits_once(_build: Build, code: Code) -> None:
     assert any({code.names[i] for i in way} >= LOADS_OF_A_ROUTE for way in ways)
 
 
-def loads_both_vectors(_build: Build, code: Code) -> None:
+def loads_both_vectors(build: Build, code: Code) -> None:
     """16 elements of bf16 are two loads of 16 bytes, both on their way before either is waited for;
     their codes are stored to all targets behind the conversions.
     """
@@ -223,7 +229,8 @@ def loads_both_vectors(_build: Build, code: Code) -> None:
     first, second = [i for i in code.places(r"LDG\.E\.128") if i < converts[0]][-2:]
     between = code.listing[first + 1 : second]
     assert not any(one.registers() & code.listing[first].loaded() for one in between)
-    assert sum(i > converts[0] for i in code.places(r"STG\.E\.(64$|128)")) >= COMMON_TOP_K
+    stores = code.places(r"STG\.E\.64$" if build.recipe == "nvfp4" else r"STG\.E\.128")
+    assert sum(i > converts[0] for i in stores) >= COMMON_TOP_K
 
 
 #: What a thread loads of one partial row: codes of 8 elements, a block's scale, a row's.
@@ -447,8 +454,6 @@ NOT_FUSED = has({"FMUL": at_least(1), r"FFMA|HFMA2\.BF16": 0})
 #: Dispatch loads a vector once and stores it up to top_k times; combine the other way round.
 WIDE_DISPATCH = has({WIDE_LOAD: at_least(1), WIDE_STORE: top_k_and_more})
 WIDE_COMBINE = has({WIDE_LOAD: top_k_and_more, WIDE_STORE: at_least(1)})
-#: Count and epoch of a cell come from one load, or they could belong to two rounds.
-WHOLE_CELL = has({r"LDG\.E\.64\.STRONG\.SYS": at_least(1)})
 #: P1; P1, P14, and P12 before the first token and in a CTA without tokens; P2, behind this CTA's
 #: rows and before what reads the others'; one takes a slot. ptxas may unroll the looks of P12 and
 #: P14. Faults: of each wait, of a mask without oneself, of a dispatch behind another one.
@@ -547,7 +552,7 @@ TABLE: tuple[tuple[list[Build], dict[str, Check]], ...] = (
             "run of loads": run_of_loads,
             "order": DISPATCH_ORDER,
             "route waits once": route_waits_once,
-            "whole cell": WHOLE_CELL,
+            "whole cell": acquires_whole_cell,
         },
     ),
     (common(COMBINE), {"not fused": NOT_FUSED, "order": COMBINE_ORDER}),
@@ -612,7 +617,10 @@ TABLE: tuple[tuple[list[Build], dict[str, Check]], ...] = (
     (heads(GATHER), {"resources": resources, "run of loads": run_of_loads}),
     (heads(COLLECT), {"resources": resources, "run of loads": run_of_loads}),
     (heads(ARGMAX), {"resources": resources, "wide": WIDE_LOGITS, "compares": COMPARES}),
-    ([*common(GATHER), *common(ARGMAX)], {"order": HEAD_ORDER}),
+    (
+        [*common(GATHER), *common(ARGMAX)],
+        {"order": HEAD_ORDER, "whole cell": acquires_whole_cell},
+    ),
     # It waits for nobody.
     (common(COLLECT), {"order": ordered(stores=0)}),
     ([*common(GATHER), *common(ARGMAX), *common(COLLECT)], {"waits first": waits_first}),

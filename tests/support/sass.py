@@ -184,7 +184,7 @@ def generic_accesses(names: tuple[str, ...]) -> list[str]:
 
 
 #: An ordered access is followed, or preceded, by what it orders within so many instructions.
-NEAR = 12
+NEAR = 8
 
 
 def order_of(code: Code) -> list[str]:
