@@ -29,12 +29,9 @@ if TYPE_CHECKING:
 PATIENT = (
     "tests/kernels/test_every_nvrtc.py",
     "tests/kernels/test_sanitizers.py",
-    "tests/kernels/test_nvrtc.py",
+    "tests/kernels/test_sass.py",
     "tests/litmus/test_ptx_model_properties.py",
     "tests/kernels/test_assembly.py",
-    "tests/kernels/test_head_nvrtc.py",
-    "tests/kernels/test_combine_nvrtc.py",
-    "tests/kernels/test_head_sanitizers.py",
     "tests/architecture/",
     "tests/litmus/",
 )

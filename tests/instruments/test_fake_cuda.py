@@ -24,9 +24,9 @@ from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.launch import machine_code
 from moe_nvlink_plugin.lm_head.kernels import HEAD
-from tests.kernels.test_nvrtc import cuobjdump
 from tests.support.fake_cuda import build, control, environment, ptx
 from tests.support.ranks import run_processes
+from tests.support.sass import cuobjdump
 
 pytestmark = pytest.mark.timeout(100)
 

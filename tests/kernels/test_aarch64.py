@@ -19,12 +19,13 @@ from moe_nvlink_plugin.jit import header
 from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.recipes import QuantisedRows, combine_formats
 from moe_nvlink_plugin.recipes.combine_formats import FORMATS
-from tests.kernels import quantiser_rows as rows_of
-from tests.kernels import test_combine_formats as formats_of
-from tests.kernels import test_head_sanitizers, test_numeric, test_sanitizers
-from tests.kernels.quantiser_rows import BLOCKS, RECIPES, assert_same
-from tests.kernels.test_quantisers import by_kernel
-from tests.support import aarch64, cases, emulated, kernel_texts
+from tests.kernels import test_sanitizers
+from tests.kernels.exchange import test_combine_formats as formats_of
+from tests.kernels.formats import quantiser_rows as rows_of
+from tests.kernels.formats import test_numeric
+from tests.kernels.formats.quantiser_rows import BLOCKS, RECIPES, assert_same
+from tests.kernels.formats.test_quantisers import by_kernel
+from tests.support import aarch64, cases, emulated, kernel_texts, sanitizers
 from tests.support.aarch64 import Aarch64Backend, Calls
 from tests.support.cases import Case
 from tests.support.compare import assert_same_bits, one_nan
@@ -166,7 +167,7 @@ def test_rounds(recipe: str | None, calls: Calls) -> None:
 #: Without formats, which the rounds above have: half the time to compile.
 PROGRAMS = {
     test_sanitizers.PROGRAM: lambda: test_sanitizers.kernel_text(formats=False),
-    test_head_sanitizers.PROGRAM: test_head_sanitizers.kernel_text,
+    test_sanitizers.HEAD_PROGRAM: lambda: sanitizers.PRELUDE + test_sanitizers.head_text(),
 }
 
 

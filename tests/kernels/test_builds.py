@@ -18,13 +18,9 @@ from moe_nvlink_plugin import HeadGroup, sharded_argmax
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.recipes.combine_formats import FORMATS
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.kernels import (
-    quantiser_rows,
-    test_combine_formats,
-    test_head,
-    test_numeric,
-    test_quantisers,
-)
+from tests.kernels.exchange import test_combine_formats
+from tests.kernels.formats import quantiser_rows, test_numeric, test_quantisers
+from tests.kernels.lm_head import test_head
 from tests.support import builds, cases, compare
 from tests.support.cases import RECIPES, Case
 

@@ -24,10 +24,10 @@ from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import constants
 from tests.gpu import test_cases as test_gpu_cases
 from tests.gpu import test_rounds as test_gpu_rounds
-from tests.kernels.test_nvrtc import cuobjdump
 from tests.support import cases, compare, delays, emulated, emulated_text, fake_cuda, sanitized
 from tests.support import ranks as processes
 from tests.support.cases import CASES, RECIPE_CASES, Case
+from tests.support.sass import cuobjdump
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -348,3 +348,18 @@ def test_the_real_layout_is_packed() -> None:
         assert offset % constants()["kRegionAlignment"] == 0
         assert offset + size <= following
     assert ranks.memory.shape[1] >= regions[-1][0] + regions[-1][1]
+
+
+def test_what_was_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine code on disk, also where a line of the text was replaced, which must not be taken
+    for the intact text.
+    """
+    kernel = (2, 0, 8, "sm_90a")
+    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(tmp_path / "cache"))
+    emulated.cubin.cache_clear()
+    broken = emulated.broken_cubin(*test_gpu_rounds.LEFT_OUT["combine"])
+    made = emulated.cubin(*kernel), broken(*kernel)
+    assert made[0] != made[1]
+    monkeypatch.setattr(nvrtc, "compile_cubin", lambda *args, **options: pytest.fail("compiled"))
+    emulated.cubin.cache_clear()
+    assert (emulated.cubin(*kernel), broken(*kernel)) == made

@@ -15,12 +15,12 @@ import torch
 
 from moe_nvlink_plugin.jit import nvrtc
 from tests.gpu import test_litmus as on_gpu
-from tests.kernels import test_nvrtc
 from tests.support import litmus_loops
 from tests.support.litmus_loops import Loop, Memory
 from tests.support.ptx import build, costs
 from tests.support.ptx.critical_path import Clock
 from tests.support.ptx.machine import Machine
+from tests.support.sass import cuobjdump
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
 pytestmark = pytest.mark.timeout(600)
@@ -202,5 +202,5 @@ def test_what_cannot_be_seen_is_not_demanded() -> None:
 def test_delays_are_in_the_machine_code(architecture: str) -> None:
     """ptxas removes a loop that does nothing: both reads of the clock are there, one in a loop."""
     code = nvrtc.compile_cubin(litmus_loops.source([named("mp_fences")]), architecture)
-    sass = test_nvrtc.cuobjdump(code, "-sass")
-    assert sass.count("SR_CLOCK") == 2, sass
+    listing = cuobjdump(code, "-sass")
+    assert listing.count("SR_CLOCK") == 2, listing

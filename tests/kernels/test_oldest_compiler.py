@@ -16,7 +16,8 @@ import torch
 
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.recipes.combine_formats import FORMATS
-from tests.kernels import test_combine_formats, test_quantisers
+from tests.kernels.exchange import test_combine_formats
+from tests.kernels.formats import test_quantisers
 from tests.support import builds, kernel_texts
 from tests.support.cases import RECIPES
 

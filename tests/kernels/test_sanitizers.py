@@ -10,6 +10,7 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -20,6 +21,7 @@ from tests.support.sanitizers import Bugs, Edit, instead, without
 pytestmark = pytest.mark.timeout(280)
 
 PROGRAM = Path(__file__).with_name("sanitizer_ranks.cpp")
+HEAD_PROGRAM = Path(__file__).with_name("head_sanitizer_ranks.cpp")
 
 SEEDED_BUGS: Bugs = {
     "P1 release": instead(
@@ -222,23 +224,88 @@ OTHER_BUGS: Bugs = {
         )
     ],
 }
+# The same of the shared LM head.
+
+#: Which of the two counters of LocalControl, whose region begins at a multiple of 256 bytes.
+_IS_GATHER = (
+    "(reinterpret_cast<uint64_t>(arrivals) % kRegionAlignment == offsetof(LocalControl, arrivals))"
+)
+
+HEAD_BUGS: Bugs = {
+    "P6 release": instead(
+        "signal_peer",
+        "store_release_sys",
+        "store_relaxed_sys",
+        when="cells == args.control.dispatch_cells",
+    ),
+    "P8 release": instead(
+        "signal_peer",
+        "store_release_sys",
+        "store_relaxed_sys",
+        when="cells == args.control.combine_cells",
+    ),
+    "P6 and P8 acquire": instead("wait_for_epoch", "load_acquire_sys", "load_relaxed_sys"),
+    "P7 release and acquire": instead(
+        "arrive_last", "fetch_add_acq_rel_gpu", "fetch_add_relaxed_gpu", when=_IS_GATHER
+    ),
+    "P9 release and acquire": instead(
+        "arrive_last", "fetch_add_acq_rel_gpu", "fetch_add_relaxed_gpu", when=f"!{_IS_GATHER}"
+    ),
+    "P7 barrier before the arrival": without("head_gather_body", "cta.sync();"),
+    "barrier behind the arrival": without("arrive_last", "cta.sync();"),
+    "waiting for the last CTA before the cells": [
+        Edit("arrive_last", "before + 1 ==", "before + (AWAKE ? 2 : 1) ==")
+    ],
+    "barrier behind the counts of argmax": without(
+        "head_argmax_body", "cta.sync();", after="const int num_rows"
+    ),
+    "barrier behind the counts of collect": without("head_collect_body", "cta.sync();"),
+    "barrier behind the parts of an item": without("put_words", "cta.sync();"),
+    "second parts": without("put_words", "turn = 1 - turn;"),
+    "barrier behind the wait": without("head_argmax_body", "cta.sync();", after="take_ids"),
+}
+
+#: What the others must see there: rows, logits and words behind the end of what they lie in.
+BAD_HEAD_ADDRESSES: Bugs = {
+    "a row too long": [Edit("put_head_rows", "1, row_bytes,", "1, row_bytes + (AWAKE ? 4 : 0),")],
+    "a column too many": [
+        Edit(
+            "columns_of_split",
+            "first + each : width}",
+            "first + each : width + (AWAKE ? kUnit * 4 : 0)}",
+        )
+    ],
+}
+
+#: Where it is not the address sanitizer, or more than its name.
 REPORTS = {
-    "a row one vector too long": "AddressSanitizer",
     "an id that is not checked": "AddressSanitizer|runtime error|WRONG VALUE",
     "a padded token's rows": "use-after-poison",
     "a padded token's row in the search for its amax": "use-after-poison",
-    "a block behind the end of a row": "AddressSanitizer",
 }
 
-RACES = {**SEEDED_BUGS, **SMALL_BUGS, **FORMAT_BUGS, **QUANTISER_BUGS}
-NUMBERS = {name: number for number, name in enumerate({**RACES, **OTHER_BUGS}, 1)}
-#: Each with the bugs that sleep in one program.
-GROUPS = {
-    "protocol": {**SEEDED_BUGS, **SMALL_BUGS},
-    "formats": {**FORMAT_BUGS, **QUANTISER_BUGS},
-    "others": OTHER_BUGS,
-}
-ProgramOf = Callable[[str], Path]
+
+class Group(NamedTuple):
+    """Bugs that sleep in one program.
+
+    Attributes:
+        program: ranks as threads, which include the text.
+        text: makes the text of the kernels, without bugs.
+        flags: of the compiler, the sanitizer's among them.
+        are_races: whether the thread sanitizer must see each of them.
+    """
+
+    program: Path
+    text: Callable[[], str]
+    bugs: Bugs
+    flags: tuple[str, ...] = sanitizers.RACES
+
+    @property
+    def are_races(self) -> bool:
+        return self.flags is sanitizers.RACES
+
+    def numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.bugs, 1)}
 
 
 def kernel_text(*, formats: bool = True) -> str:
@@ -254,21 +321,44 @@ def kernel_text(*, formats: bool = True) -> str:
     return text
 
 
-def build_group(group: str, folder: Path) -> Path:
-    text = sanitizers.seed(kernel_text(formats=group != "protocol"), GROUPS[group], NUMBERS)
-    addresses = ("-O0", *sanitizers.ADDRESSES, _cta_threads(4))
-    flags = addresses if group == "others" else sanitizers.RACES
-    return sanitizers.build(PROGRAM, text, folder, *flags)
+def head_text() -> str:
+    """The LM head's kernels for one element type."""
+    text = kernel_texts.host_unit(*kernel_texts.HEAD_FILES)
+    return "#include <cstddef>\n" + replace_once(
+        text, "int kElement = -1;", "int kElement = kElementFp32;"
+    )
 
 
-def _cta_threads(count: int) -> str:
-    return f"-DMOE_NVLINK_CTA_THREADS={count}"
+def addresses(level: str, cta_threads: int = 4) -> tuple[str, ...]:
+    return (*level.split(), *sanitizers.ADDRESSES, f"-DMOE_NVLINK_CTA_THREADS={cta_threads}")
+
+
+GROUPS = {
+    "protocol": Group(PROGRAM, lambda: kernel_text(formats=False), {**SEEDED_BUGS, **SMALL_BUGS}),
+    "formats": Group(PROGRAM, kernel_text, {**FORMAT_BUGS, **QUANTISER_BUGS}),
+    "others": Group(PROGRAM, kernel_text, OTHER_BUGS, addresses("-O0")),
+    "LM head": Group(HEAD_PROGRAM, head_text, HEAD_BUGS),
+    "LM head, others": Group(HEAD_PROGRAM, head_text, BAD_HEAD_ADDRESSES, addresses("-O1")),
+}
+ProgramOf = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
 def program_of(tmp_path_factory: pytest.TempPathFactory) -> ProgramOf:
     """The program of a group of bugs, compiled once."""
-    return functools.cache(lambda group: build_group(group, tmp_path_factory.mktemp(group)))
+
+    def build(name: str) -> Path:
+        group = GROUPS[name]
+        text = sanitizers.seed(group.text(), group.bugs, group.numbers())
+        folder = tmp_path_factory.mktemp("program")
+        return sanitizers.build(group.program, text, folder, *group.flags)
+
+    return functools.cache(build)
+
+
+def bugs(*, are_races: bool) -> list[tuple[str, str]]:
+    """Group and bug."""
+    return [(n, bug) for n, one in GROUPS.items() if one.are_races is are_races for bug in one.bugs]
 
 
 def test_no_data_race(tmp_path: Path) -> None:
@@ -281,10 +371,9 @@ def test_a_sleeping_bug_does_nothing(group: str, program_of: ProgramOf) -> None:
     sanitizers.check_all_is_well(program_of(group))
 
 
-@pytest.mark.parametrize("bug", RACES)
-def test_the_thread_sanitizer_catches(bug: str, program_of: ProgramOf) -> None:
-    program = program_of(next(group for group, bugs in GROUPS.items() if bug in bugs))
-    sanitizers.check_race_is_found(program, NUMBERS[bug])
+@pytest.mark.parametrize(("group", "bug"), bugs(are_races=True))
+def test_the_thread_sanitizer_catches(group: str, bug: str, program_of: ProgramOf) -> None:
+    sanitizers.check_race_is_found(program_of(group), GROUPS[group].numbers()[bug])
 
 
 @pytest.mark.timeout(900)  # its threads take turns on the cores, and other tests take theirs
@@ -293,13 +382,12 @@ def test_no_bad_address_and_no_undefined_behaviour(cta_threads: int, tmp_path: P
     """One thread as in the product, and its loops vectorised; at -O2, because with these sanitizers
     -O3 takes twice as long to compile. The program with sleeping bugs has four threads too.
     """
-    level = ("-O2", "-ftree-vectorize") if cta_threads == 1 else ("-O1",)
-    flags = (*level, *sanitizers.ADDRESSES, _cta_threads(cta_threads))
+    flags = addresses("-O2 -ftree-vectorize" if cta_threads == 1 else "-O1", cta_threads)
     sanitizers.check_all_is_well(sanitizers.build(PROGRAM, kernel_text(), tmp_path, *flags))
 
 
-@pytest.mark.parametrize("bug", OTHER_BUGS)
-def test_the_other_sanitizers_look(bug: str, program_of: ProgramOf) -> None:
-    done = sanitizers.run(program_of("others"), NUMBERS[bug])
+@pytest.mark.parametrize(("group", "bug"), bugs(are_races=False))
+def test_the_other_sanitizers_look(group: str, bug: str, program_of: ProgramOf) -> None:
+    done = sanitizers.run(program_of(group), GROUPS[group].numbers()[bug])
     assert done.returncode != 0, bug
-    assert re.search(REPORTS[bug], done.stderr), done.stderr[:2000]
+    assert re.search(REPORTS.get(bug, "AddressSanitizer"), done.stderr), done.stderr[:2000]

@@ -1,8 +1,8 @@
 """What the tests of a shared LM head on a GPU do, device by name: HeadGroup on its own transport.
 
-tests/gpu runs these on "cuda", tests/kernels/test_real_head.py on "cpu", so that they themselves
-have been run before a GPU is there. Products are of small whole numbers: torch's own on a GPU has
-the same bits as on a CPU then, also where it takes another type for the sums.
+tests/gpu runs these on "cuda", tests/kernels/lm_head/test_real_head.py on "cpu", so that they
+themselves have been run before a GPU is there. Products are of small whole numbers: torch's own on
+a GPU has the same bits as on a CPU then, also where it takes another type for the sums.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the tests of the real path do, device by name: MoeAllToAll through its own transport.
 
-tests/gpu runs these on "cuda", tests/kernels/test_real_path.py on "cpu", so that they themselves
-have been run before a GPU is there.
+tests/gpu runs these on "cuda", tests/kernels/exchange/test_real_path.py on "cpu", so that they
+themselves have been run before a GPU is there.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 vLLM's adapter passes a mask of ranks and padding in every call and takes ids "elsewhere"; others
 take counts per expert, laid-out scales, or verbs beside the caller. tests/gpu/test_users_form.py
-runs these on "cuda"; tests/kernels/test_users_form.py and tests/ptx on the CPU, so that they
-themselves have been run before a GPU is there.
+runs these on "cuda"; tests/kernels/exchange/test_users_form.py and tests/ptx on the CPU, so that
+they themselves have been run before a GPU is there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from moe_nvlink_plugin import MoeAllToAll, rank_mask, reference
 from moe_nvlink_plugin.errors import ExchangeStateError, ExchangeTimeoutError
 from moe_nvlink_plugin.exchange import scales_layout, survivors
-from tests.kernels.test_received import filled_places, laid_out
+from tests.kernels.exchange.test_received import filled_places, laid_out
 from tests.support import cases, compare, emulated, real_path
 from tests.support.cases import Case, Inputs, Seen
 from tests.support.emulated import EmulatedRanks, StaticRounds

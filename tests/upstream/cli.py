@@ -16,9 +16,7 @@ from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
 
 from . import expectations, fetch, models, table
 from .breaks import BREAKS
-from .expectations import Rule
 from .groups import Device, Group, Plugin, all_groups
-from .outcomes import Outcome, Result
 from .run import Job, Ran, Where, run, stopping
 
 
@@ -28,8 +26,6 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.gpu < 0 or options.jobs < 1:
         parser.error(f"--gpu {options.gpu} --jobs {options.jobs}: at least 0 GPUs and 1 process")
-    if options.update and (options.fast or options.broken or options.pytest):
-        parser.error("--update needs whole groups of a backend that is not broken")
     try:
         if options.list:
             for group in all_groups():
@@ -56,7 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--fast", action="store_true", help="the fast subset of each group")
     add("--gpu", type=int, default=0, metavar="N", help="on N GPUs instead of CPUs")
     add("--jobs", type=int, default=1, metavar="N", help="so many pytest processes at once")
-    add("--update", action="store_true", help="rewrite counts, add rules for unknown tests")
     add("--break", dest="broken", default="", choices=BREAKS, help="break our backend on purpose")
     add("--list", action="store_true", help="show the groups, run nothing")
     add("--write-table", action="store_true", help="renew the table of README.md, run nothing")
@@ -76,22 +71,15 @@ def _run(options: argparse.Namespace) -> int:
     jobs = []
     for group in groups:
         words = (*(group.fast if options.fast else group.arguments), *options.pytest)
-        leave = tuple(rule.tests for rule in rules.get(group.name, ()) if not rule.run)
+        # No group has run on GPUs yet: a group without a section has no expectations.
+        known = rules.get(group.name, None if options.gpu else ())
         sides = (True, False) if group.plugin is Plugin.COMPARED else (True,)
-        jobs.append({side: Job(group, words, leave, plugin=side) for side in sides})
+        jobs.append({side: Job(group, words, known, whole, plugin=side) for side in sides})
     found = 0
     with _started(_where(options, version), jobs, options.jobs) as started:
         for group, futures in zip(groups, started, strict=True):
-            # No group has run on GPUs yet: a group without a section has no expectations.
-            known = rules.get(group.name, None if options.gpu else ())
             runs = {plugin: future.result() for plugin, future in futures.items()}
-            if options.update and not any(ran.ending for ran in runs.values()):
-                known = tuple(expectations.updated(known or (), runs[True].results))
-                rules[group.name] = known
-                expectations.write(path, rules)
-            differences = differences_of(group, known, runs, whole=whole)
-            if known is None:
-                print(f"{group.name}: no expectation yet; --update writes them", flush=True)
+            differences = differences_of(runs)
             _report(group, runs, differences)
             found += len(differences)
     print(f"{found} differences" if found else "every outcome is as expected", flush=True)
@@ -139,46 +127,24 @@ def _started(
         stopping.clear()
 
 
-def differences_of(
-    group: Group, rules: Sequence[Rule] | None, runs: Mapping[bool, Ran], *, whole: bool
-) -> list[str]:
-    """All that is not as it should be, one line each; `whole`: all tests of the group ran.
+def differences_of(runs: Mapping[bool, Ran]) -> list[str]:
+    """All that is not as it should be, one line each; by whether our plugin is there.
 
-    If rules is None, there are no expectations yet: no test may fail, or, in a compared group, end
-    otherwise than without the plugin.
+    In a compared group an outcome must not depend on that.
     """
-    found = []
-    for plugin, ran in runs.items():
-        side = "" if plugin else "without the plugin: "
-        these = [f"{group.name}: {ran.ending}"] if ran.ending else []
-        if not ran.results:
-            these.append(f"{group.name}: no test was run")
-        if rules is not None:
-            these += expectations.differences(rules, ran.results, whole=whole)
-        elif group.plugin is not Plugin.COMPARED:
-            these += expectations.failures(ran.results)
-        found += [side + line for line in these]
-    if group.plugin is Plugin.COMPARED:
-        found += compared(runs[True].results, runs[False].results)
-        passed = any(one.outcome is Outcome.PASSED for one in runs[True].results.values())
-        if rules is None and not passed:
-            found.append(f"{group.name}: no test passed, so that nothing was compared")
-    return found
-
-
-def compared(with_it: Mapping[str, Result], without: Mapping[str, Result]) -> list[str]:
-    """Tests whose outcome depends on whether our plugin is installed."""
-    nothing = Result(Outcome.NOT_RUN, "not collected")
-    found = []
-    for node in dict.fromkeys([*with_it, *without]):
-        one, other = with_it.get(node, nothing), without.get(node, nothing)
-        if one.outcome is not other.outcome:
-            found.append(f"{node}: with the plugin {one.line()}, without it {other.line()}")
+    sides = {True: "", False: "without the plugin: "}
+    found = [sides[plugin] + line for plugin, ran in runs.items() for line in ran.differences]
+    if False in runs:
+        with_it, without = runs[True].outcomes, runs[False].outcomes
+        for test in dict.fromkeys([*with_it, *without]):
+            one, other = with_it.get(test, "not run"), without.get(test, "not run")
+            if one != other:
+                found.append(f"{test}: with the plugin {one}, without it {other}")
     return found
 
 
 def _report(group: Group, runs: Mapping[bool, Ran], differences: Sequence[str]) -> None:
-    counts = Counter(result.outcome.value for result in runs[True].results.values())
+    counts = Counter(runs[True].outcomes.values())
     said = ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))
     seconds = " + ".join(f"{ran.seconds:.0f}" for ran in runs.values())
     logs = ", ".join(str(ran.output) for ran in runs.values())

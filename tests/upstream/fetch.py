@@ -147,18 +147,13 @@ def download(version: str, folder: Path, options: Mapping[str, str]) -> Path:
 
 
 def unpack(archive: Path, version: str, folder: Path) -> Path:
-    """The chosen files, below `folder`; nothing is ever written elsewhere."""
+    """The chosen files, below `folder`, of an archive whose hash is the known one."""
     if not hasattr(tarfile, "data_filter"):
         raise UnsupportedError("this Python unpacks archives without checks: use 3.10.12 or newer")
     top = f"vllm-{version}"
-    try:
-        with tarfile.open(archive) as tar:
-            members = [member for member in tar if _is_kept(member.name, top)]
-            tar.extractall(folder, members, filter="data")
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise FetchError(f"{archive.name} cannot be unpacked safely: {error}") from error
-    if not (folder / top / "tests" / "conftest.py").is_file():
-        raise FetchError(f"{archive.name} has no folder {top}/tests with a conftest.py")
+    with tarfile.open(archive) as tar:
+        members = [member for member in tar if _is_kept(member.name, top)]
+        tar.extractall(folder, members, filter="data")
     return folder / top
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -14,24 +15,24 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from xml.etree import ElementTree
 
-from . import family, fetch, outcomes, settings
+from . import family, fetch, settings
+from .expectations import Rule
 from .groups import Group, Plugin
-from .outcomes import Result
 
 HERE = Path(__file__).resolve().parent
 #: Our name where vLLM's tests run, see `within/moe_nvlink_upstream.py`.
 PACKAGE = "moe_nvlink_upstream"
-#: If a test reports nothing for so long after its own limit, pytest cannot end it.
+#: A test that goes on for so long after its own limit, pytest-timeout cannot end: the process ends.
 GRACE_S = 120
 #: A proxy that does not exist: tests that download fail on machines with a network, too.
 NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
 NO_NETWORK |= {"no_proxy": "localhost,127.0.0.1,::1,0.0.0.0"}
 #: pytest loads these plugins. Other installed plugins could change outcomes.
 PYTEST_PLUGINS = (
-    *("pytest_asyncio.plugin", "pytest_reportlog.plugin", "pytest_timeout"),
-    *("moe_nvlink_upstream_selection", "moe_nvlink_upstream_quick_cleanup"),
+    *("pytest_asyncio.plugin", "pytest_timeout"),
+    *("moe_nvlink_upstream_expected", "moe_nvlink_upstream_quick_cleanup"),
 )
 #: Not VLLM_TARGET_DEVICE: if it is "cpu", vLLM asks no platform plugin.
 CPU = {
@@ -70,7 +71,8 @@ class Job:
 
     group: Group
     words: tuple[str, ...]
-    leave_out: tuple[str, ...] = ()
+    rules: tuple[Rule, ...] | None = ()  #: None: there are none yet
+    whole: bool = False  #: all tests of the group run
     plugin: bool = True  #: False: our package is hidden from it
 
     @property
@@ -78,15 +80,24 @@ class Job:
         """Begins the names of its files."""
         return self.group.name + ("" if self.plugin else "-without-plugin")
 
+    def expected(self, differences: Path) -> str:
+        """What the plugin in the process is told."""
+        rules = None if self.rules is None else [dataclasses.asdict(rule) for rule in self.rules]
+        # Our plugin stays out if another platform is active. vLLM must still have asked it.
+        asked = self.plugin and self.group.plugin is Plugin.INSTALLED
+        used = ("asked" if asked else "taken", self.plugin)
+        order = {"rules": rules, "whole": self.whole, "used": used}
+        return json.dumps(order | {"differences": str(differences)})
+
 
 @dataclass(frozen=True)
 class Ran:
-    """A pytest process that has ended; `ending` says how, if not by itself."""
+    """A pytest process that has ended: what differs, and the outcome of each test that was run."""
 
-    results: Mapping[str, Result]
+    differences: tuple[str, ...]
+    outcomes: Mapping[str, str]
     seconds: float
     output: Path
-    ending: str = ""
 
 
 def environment(where: Where, job: Job, scratch: Path) -> dict[str, str]:
@@ -112,36 +123,37 @@ def environment(where: Where, job: Job, scratch: Path) -> dict[str, str]:
     return own | {"TMPDIR": str(scratch)} | dict(job.group.environment)
 
 
-def command(where: Where, job: Job, report: Path, selection: Path) -> list[str]:
+def command(where: Where, job: Job, files: Mapping[str, Path]) -> list[str]:
     """pytest's command line; only the tree's own configuration holds."""
     adapters = [f"adapt.{name}" for name in job.group.adapters] if job.plugin else []
     adapters += ["breaks"] if where.broken and job.plugin else []
     plugins = [*PYTEST_PLUGINS, *(f"{PACKAGE}.{name}" for name in adapters)]
+    limit_s = job.group.test_timeout_s
     line = [sys.executable, "-m", "pytest", "-c", str(where.tree / "pyproject.toml")]
     line += ["--rootdir", str(where.tree), "-p", "no:cacheprovider"]
     line += [word for name in plugins for word in ("-p", name)]
-    line += [f"--upstream-selection={selection}", f"--report-log={report}"]
-    line += [f"--timeout={job.group.test_timeout_s}", "--timeout-method=signal"]
+    line += [f"--upstream-expected={files['expected.json']}", f"--junitxml={files['xml']}"]
+    line += [f"--timeout={limit_s}", "--timeout-method=signal"]
+    line += ["-o", f"faulthandler_timeout={limit_s + GRACE_S}"]
+    line += ["-o", "faulthandler_exit_on_timeout=true"]
     return [*line, "-ra", "--tb=short", "--continue-on-collection-errors", *job.words]
 
 
 def run(where: Where, job: Job) -> Ran:
-    """Runs the tests in a process of their own, and reads the outcome of each."""
+    """Runs the tests in a process of their own."""
     where.logs.mkdir(parents=True, exist_ok=True)
-    report, chosen, selection, output = (
-        where.logs / f"{job.name}.{end}" for end in ("reports.jsonl", "chosen.json", "json", "log")
-    )
-    for old in (report, chosen):
+    ends = ("log", "xml", "differences", "expected.json")
+    files = {end: where.logs / f"{job.name}.{end}" for end in ends}
+    for old in files.values():
         old.unlink(missing_ok=True)
-    order = {"leave_out": list(job.leave_out), "chosen": str(chosen)}
-    selection.write_text(json.dumps(order), encoding="utf-8")
+    files["expected.json"].write_text(job.expected(files["differences"]), encoding="utf-8")
     started = time.monotonic()
     # Not below `logs`: sockets have their names there, which must be short.
     scratch = Path(tempfile.mkdtemp(prefix="up"))
     try:
-        with output.open("wb") as log:
+        with files["log"].open("wb") as log:
             process = subprocess.Popen(
-                command(where, job, report, selection),
+                command(where, job, files),
                 cwd=where.tree,
                 env=environment(where, job, scratch),
                 stdin=subprocess.DEVNULL,
@@ -150,44 +162,37 @@ def run(where: Where, job: Job) -> Ran:
                 start_new_session=True,
             )
             try:
-                ending = _wait(process, report, job.group.test_timeout_s + GRACE_S)
+                while process.poll() is None and not stopping.is_set():
+                    time.sleep(0.1)
+                code = process.poll()
             finally:
                 family.end(process, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     seconds = time.monotonic() - started
-    said = json.loads(chosen.read_text(encoding="utf-8")) if chosen.exists() else {}
-    ending = ending or _vacuous(job, said)
-    return Ran(outcomes.read_run(report, said, ending), seconds, output, ending)
+    return Ran(_differences(files, code), outcomes_of(files["xml"]), seconds, files["log"])
 
 
-def _vacuous(job: Job, said: Mapping[str, Any]) -> str:
-    """Why a complete run shows nothing: vLLM did not use our plugin, or used it unseen.
+def _differences(files: Mapping[str, Path], code: int | None) -> tuple[str, ...]:
+    """What the plugin has found; a process that has not come so far is a difference itself."""
+    found = files["differences"]
+    lines = found.read_text(encoding="utf-8").splitlines() if found.exists() else []
+    if code is None:
+        return (*lines, "the runner was stopped")
+    if found.exists() and code == bool(lines):
+        return tuple(lines)
+    ended = f"code {code}" if code >= 0 else signal.Signals(-code).name
+    return (*lines, f"the process ended by {ended} before pytest's end")
 
-    Our plugin stays out if another platform plugin is active. vLLM must then still have asked it.
-    """
-    asked = job.plugin and job.group.plugin is Plugin.INSTALLED
-    verb, key = ("ask", "asked") if asked else ("take", "platform")
-    so_it_was = said.get(key, job.plugin)
-    if so_it_was is job.plugin:
-        return ""
-    return f"vLLM {'did' if so_it_was else 'did not'} {verb} our platform plugin in this run"
 
-
-def _wait(process: subprocess.Popen[bytes], report: Path, patience_s: float) -> str:
-    """Waits for the process; returns how it ended, or "" if it ended by itself."""
-    size, since = -1, time.monotonic()
-    while process.poll() is None:
-        now = report.stat().st_size if report.exists() else 0
-        if stopping.is_set():
-            return "the runner was stopped"
-        if now != size:
-            size, since = now, time.monotonic()
-        elif time.monotonic() - since > patience_s:
-            return f"ended after {patience_s:.0f} s without a report of any test"
-        time.sleep(0.1)
-    if process.returncode < 0:
-        return f"the process was ended by {signal.Signals(-process.returncode).name}"
-    if process.returncode not in outcomes.ENDED:
-        return f"pytest's process ended with code {process.returncode}"
-    return ""
+def outcomes_of(report: Path) -> dict[str, str]:
+    """Test -> outcome, of pytest's report in XML; nothing if there is none."""
+    if not report.exists():
+        return {}
+    found: dict[str, str] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        test = f"{case.get('classname')}::{case.get('name')}"
+        tags = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+        outcomes = {tags.get(part.tag, "passed") for part in case} | {found.get(test, "passed")}
+        found[test] = next(one for one in ("failed", "skipped", "passed") if one in outcomes)
+    return found

@@ -14,7 +14,7 @@ from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.errors import DisagreementError, InputError
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
 from tests.core.exchange.opcheck import opcheck_dispatch
-from tests.kernels.test_received import filled_places, laid_out
+from tests.kernels.exchange.test_received import filled_places, laid_out
 
 pytestmark = pytest.mark.timeout(240)
 

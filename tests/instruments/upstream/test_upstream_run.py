@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from tests.instruments.upstream.upstream_toys import ASKED, run_toy, toy_group, toy_tree
+from tests.instruments.upstream.upstream_toys import (
+    ASKED,
+    CONFTEST,
+    run_toy,
+    toy_group,
+    toy_tree,
+)
 from tests.upstream import run as running
+from tests.upstream.expectations import Rule
 from tests.upstream.groups import Plugin
-from tests.upstream.outcomes import Outcome, Result, read_run
 from tests.upstream.run import Job, Ran, environment, run
 
 A = "tests/test_a.py"
 
 
-def outcomes_of(ran: Ran) -> dict[str, str]:
-    return {node.split("::")[-1]: result.outcome.value for node, result in ran.results.items()}
+def said_of(ran: Ran) -> dict[str, str]:
+    """What was found of each test, where there is no rule for any."""
+    split = (line.partition(": no rule fits; it is: ") for line in ran.differences)
+    return {node.removeprefix(A + "::"): said for node, _, said in split}
 
 
 def test_every_kind_of_outcome_is_told_with_its_message(tmp_path: Path) -> None:
@@ -65,62 +70,61 @@ def test_subtests(subtests):
 """
     files = {"test_a.py": text, "test_b.py": "import nothing_such"}
     files["test_c.py"] = "import pytest\npytest.skip('no triton', allow_module_level=True)\n"
-    ran = run_toy(toy_tree(tmp_path, files))
-    assert ran.ending == ""
-    results = {node.removeprefix(A + "::"): result for node, result in ran.results.items()}
-    failed, skipped, passed = Outcome.FAILED, Outcome.SKIPPED, Outcome.PASSED
-    for name, outcome, words in (
-        ("test_passes[a-b]", passed, ""),
-        ("test_passes[x y]", passed, ""),
-        ("test_passes[*]", passed, ""),
-        ("test_fails", failed, "ValueError: the failure\nOSError: the cause"),
-        ("test_setup", failed, "setup: RuntimeError: no setup"),
-        ("test_teardown", failed, "teardown: RuntimeError: no teardown"),
-        ("test_skips", skipped, "Skipped: no reason"),
-        ("test_marked", skipped, "marked"),
-        ("test_xfails", failed, "vLLM expects this failure: known"),
-        ("test_xpasses", passed, "vLLM expected a failure: thought"),
-        ("test_subtests", failed, "in a subtest"),
-        ("tests/test_b.py", failed, "No module named 'nothing_such'"),
-        ("tests/test_c.py", skipped, "no triton"),
+    where = toy_tree(tmp_path, files)
+    said = said_of(run_toy(where))
+    for name, words in (
+        ("test_passes[a-b]", "passed"),
+        ("test_passes[x y]", "passed"),
+        ("test_passes[*]", "passed"),
+        ("test_fails", "failed (ValueError: the failure)"),
+        ("test_setup", "failed (setup: RuntimeError: no setup)"),
+        ("test_teardown", "failed (teardown: RuntimeError: no teardown)"),
+        ("test_skips", "skipped (Skipped: no reason)"),
+        ("test_marked", "marked"),
+        ("test_xfails", "failed (vLLM expects this failure: known)"),
+        ("test_xpasses", "passed (vLLM expected a failure: thought)"),
+        ("test_subtests", "failed (AssertionError: in a subtest"),
+        ("tests/test_b.py", "failed"),
+        ("tests/test_c.py", "skipped"),
     ):
-        result = results.pop(name)
-        assert result.outcome is outcome
-        assert words in result.message, result
-    assert not results
+        assert words in said.pop(name)
+    assert not said
+    causes = {"test_fails": "OSError: the cause", "test_b.py": "No module named 'nothing_such'"}
+    rules = [Rule(f"*{test}", 1, "failed", "So.", says) for test, says in causes.items()]
+    found = run_toy(where, rules=(*rules, Rule("*c.py", 1, "cannot run", "So.", "no triton")))
+    assert not set(said_of(found)) & {*causes, "tests/test_b.py", "tests/test_c.py"}
 
 
 @pytest.mark.parametrize(
-    ("dies", "expected", "ending", "why"),
+    ("dies", "ending"),
     [
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "not run", "ended by SIGSEGV", "ended by SIGSEGV"),
-        ("os._exit(0)", "not run", "", "the process ended before it"),  # whose exit code is good
-        ("request.addfinalizer(lambda: os._exit(0))", "not run", "", "the process ended before it"),
-        ("request.session.shouldfail = 'now'", "passed", "", "pytest stopped before it"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV before pytest's end"),
+        ("os._exit(0)", "ended by code 0 before pytest's end"),
+        ("request.addfinalizer(lambda: os._exit(0))", "ended by code 0 before pytest's end"),
     ],
 )
-def test_a_run_that_stops_leaves_tests_that_were_not_run(
-    tmp_path: Path, dies: str, expected: str, ending: str, why: str
-) -> None:
-    text = "import os, signal\ndef test_before(): pass\n"
-    text += f"def test_dies(request): {dies}\ndef test_after(): pass\n"
-    ran = run_toy(toy_tree(tmp_path, {"test_a.py": text}))
-    assert outcomes_of(ran) == {
-        "test_before": "passed",
-        "test_dies": expected,
-        "test_after": "not run",
-    }
-    assert ending in ran.ending
-    assert why in ran.results[f"{A}::test_after"].message
+def test_a_process_that_ends_early_is_a_difference(tmp_path: Path, dies: str, ending: str) -> None:
+    """Its log says in which test."""
+    text = f"import os, signal\ndef test_dies(request): {dies}\n"
+    ran = run_toy(toy_tree(tmp_path, {"test_a.py": text}), "tests", "-v")
+    (found,) = ran.differences
+    assert ending in found
+    assert ran.output.read_text().count("::test_dies") >= 1
+
+
+def test_tests_before_which_pytest_stops_were_not_run(tmp_path: Path) -> None:
+    text = "def test_stops(request): request.session.shouldfail = 'now'\ndef test_after(): pass\n"
+    said = said_of(run_toy(toy_tree(tmp_path, {"test_a.py": text})))
+    assert said == {"test_stops": "passed", "test_after": "not run (pytest stopped before it)"}
 
 
 def test_a_test_that_takes_too_long_fails_and_the_next_runs(tmp_path: Path) -> None:
     text = "import time\ndef test_slow(): time.sleep(600)\ndef test_next(): pass\n"
     where = toy_tree(tmp_path, {"test_a.py": text})
     group = replace(toy_group(), test_timeout_s=5)  # for the next one, on a busy machine
-    ran = run(where, Job(group, group.arguments))
-    assert outcomes_of(ran) == {"test_slow": "failed", "test_next": "passed"}
-    assert "Timeout" in ran.results[f"{A}::test_slow"].message
+    said = said_of(run(where, Job(group, group.arguments)))
+    assert said.pop("test_next") == "passed"
+    assert "Timeout" in said["test_slow"]
 
 
 def test_a_process_that_hangs_beyond_its_time_is_ended(
@@ -138,25 +142,18 @@ def test_hangs():
     time.sleep(600)
 """
     where = toy_tree(tmp_path, {"test_a.py": text})
-    hangs = where.tree / "hangs"
-    looks = itertools.count()
-
-    def quick() -> float:
-        """A clock that runs by 30 s at each look, once the test hangs."""
-        return time.monotonic() + (30 * next(looks) if hangs.exists() else 0)
-
-    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=quick, sleep=time.sleep))
-    group = replace(toy_group(), test_timeout_s=1)
+    monkeypatch.setattr(running, "GRACE_S", 10)
+    group = replace(toy_group(), test_timeout_s=5)
     ran = run(where, Job(group, group.arguments))
-    assert outcomes_of(ran) == {"test_hangs": "not run"}
-    assert "ended after 121 s without a report" in ran.ending
-    assert hangs.exists()
+    assert "before pytest's end" in ran.differences[0]
+    assert "in test_hangs" in ran.output.read_text()
+    assert (where.tree / "hangs").exists()
     assert not list(tmp_path.rglob("child"))
 
 
-def test_a_wrong_argument_is_an_ending(tmp_path: Path) -> None:
+def test_a_wrong_argument_is_a_difference(tmp_path: Path) -> None:
     ran = run_toy(toy_tree(tmp_path, {"test_a.py": ""}), "tests/test_gone.py")
-    assert "ended with code 4" in ran.ending
+    assert "pytest ended with code 4" in ran.differences
 
 
 @pytest.mark.parametrize("places", [["tests"], ["tests/test_a.py", "tests/deep/test_b.py"]])
@@ -165,12 +162,13 @@ def test_what_is_left_out_is_neither_run_nor_imported(tmp_path: Path, places: li
         "test_a.py": "def test_one(): pass\ndef test_two(): raise SystemExit(9)\n",
         "deep/test_b.py": "raise SystemExit(9)",
     }
-    leave = ("tests/*::test_two", "tests/deep/*.py")
-    assert run_toy(toy_tree(tmp_path, files), *places, leave_out=leave).results == {
-        f"{A}::test_one": Result(Outcome.PASSED),
-        f"{A}::test_two": Result(Outcome.LEFT_OUT),
-        "tests/deep/test_b.py": Result(Outcome.LEFT_OUT),
-    }
+    left_out = ("tests/*::test_two", "tests/deep/*.py")
+    rules = [Rule(tests, 1, "cannot run", "So.", run=False) for tests in left_out]
+    where = toy_tree(tmp_path, files)
+    job = Job(toy_group(*places), tuple(places), (*rules, Rule("*_one", 1, "passed")), whole=True)
+    ran = run(where, job)
+    assert ran.differences == ()
+    assert ran.outcomes == {"tests.test_a::test_one": "passed"}
 
 
 def test_the_process_sees_the_tree_and_nothing_of_this_repository(
@@ -199,21 +197,21 @@ def test_sees(request):
     foreign |= {"VLLM_PLUGINS": "", "PYTEST_ADDOPTS": "--collect-only", "ATEN_CPU_CAPABILITY": "x"}
     for name, value in foreign.items():
         monkeypatch.setenv(name, value)
-    ran = run_toy(toy_tree(tmp_path, {"test_a.py": text}))
-    assert ran.results == {f"{A}::test_sees": Result(Outcome.PASSED)}
+    assert said_of(run_toy(toy_tree(tmp_path, {"test_a.py": text}))) == {"test_sees": "passed"}
 
 
-def test_a_run_for_which_vllm_did_not_take_our_platform_says_nothing(tmp_path: Path) -> None:
+def test_a_run_for_which_vllm_has_not_taken_our_platform_says_nothing(tmp_path: Path) -> None:
     """Where our backend is not chosen, another platform may be active: ours must be asked."""
     where = toy_tree(tmp_path, {"conftest.py": ASKED, "test_a.py": "def test_one(): pass\n"})
-    assert run_toy(where).ending == "vLLM did not take our platform plugin in this run"
-    installed = Job(toy_group(plugin=Plugin.INSTALLED), ("tests",))
-    assert run(where, installed).ending == ""
+    words = "vLLM has {} our platform plugin in this run"
+    assert run_toy(where, rules=None).differences == (words.format("not taken"),)
+    installed = Job(toy_group(plugin=Plugin.INSTALLED), ("tests",), None)
+    assert run(where, installed).differences == ()
     (where.tree / "tests" / "conftest.py").write_text("")
-    assert run(where, installed).ending == "vLLM did not ask our platform plugin in this run"
+    assert run(where, installed).differences == (words.format("not asked"),)
+    (where.tree / "tests" / "conftest.py").write_text(CONFTEST.replace("if importlib", "if 1 or i"))
     without = replace(installed, plugin=False)
-    assert "did take" in running._vacuous(without, {"platform": True, "asked": True})
-    assert running._vacuous(without, {"platform": False, "asked": False}) == ""
+    assert run(where, without).differences == (words.format("taken"),)
 
 
 def test_gpus_are_hidden_from_runs_on_cpus_alone(tmp_path: Path) -> None:
@@ -231,17 +229,9 @@ def test_gpus_are_hidden_from_runs_on_cpus_alone(tmp_path: Path) -> None:
 def test_a_break_reaches_the_run_with_the_plugin_alone(tmp_path: Path) -> None:
     where = replace(toy_tree(tmp_path, {}), broken="dropped-row")
     job = Job(toy_group(plugin=Plugin.COMPARED), ("tests",))
-    line = running.command(where, job, tmp_path, tmp_path)
+    files = dict.fromkeys(("expected.json", "xml"), tmp_path)
+    line = running.command(where, job, files)
     assert line[line.index(f"{running.PACKAGE}.breaks") - 1] == "-p"
-    without = running.command(where, replace(job, plugin=False), tmp_path, tmp_path)
+    without = running.command(where, replace(job, plugin=False), files)
     assert f"{running.PACKAGE}.breaks" not in without
     assert environment(where, job, tmp_path)["MOE_NVLINK_UPSTREAM_BREAK"] == "dropped-row"
-
-
-def test_a_report_that_was_cut_is_none(tmp_path: Path) -> None:
-    """The process was killed while it wrote."""
-    report = tmp_path / "reports"
-    report.write_text('{"nodeid": "t.py::test", "when": "teardown", "outcome": "pas')
-    said = {"chosen": ["t.py::test"], "left_out": []}
-    assert read_run(report, said, "killed") == {"t.py::test": Result(Outcome.NOT_RUN, "killed")}
-    assert read_run(tmp_path / "none", {}, "killed") == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.upstream.expectations import Rule
 from tests.upstream.groups import Group, Plugin
 from tests.upstream.run import Job, Ran, Where, run
 
@@ -40,7 +41,7 @@ def toy_group(*arguments: str, plugin: Plugin = Plugin.SELECTED, name: str = "to
     return Group(name, f"the group {name}", arguments or ("tests",), plugin, test_timeout_s=20)
 
 
-def run_toy(where: Where, *arguments: str, leave_out: tuple[str, ...] = ()) -> Ran:
+def run_toy(where: Where, *arguments: str, rules: tuple[Rule, ...] | None = ()) -> Ran:
     """One pytest process over the tree."""
     group = toy_group(*arguments)
-    return run(where, Job(group, group.arguments, leave_out))
+    return run(where, Job(group, group.arguments, rules))

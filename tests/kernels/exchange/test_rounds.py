@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +19,12 @@ from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.exchange.calls import Combine, Dispatch
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
+from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.support import cases, compare, delays
+from tests.support import cases, compare, delays, emulated
 from tests.support import ranks as processes
 from tests.support.cases import Case, Inputs, Seen
+from tests.support.emulated import EmulatedRanks
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -287,3 +292,51 @@ def test_a_failed_rank_that_runs_on_exchanges_nothing_more() -> None:
     assert "rank 0 waited 1 s in dispatch of epoch 1 for rank(s) 1" in error_0
     assert "rank 1 waited 1 s in combine of epoch 1 for rank(s) 0" in error_1
     assert waited < 6, "only the first of eight verbs may wait"
+
+
+# Epochs have 32 bits: rounds behind the last one give the bits of any other round.
+
+EPOCHS = Case(
+    name="epochs",
+    tokens=(3, 0, 8),
+    num_experts=10,
+    top_k=3,
+    dtype=torch.bfloat16,
+    hidden_size=256,
+)
+OF_EPOCHS = {
+    "bulk": EPOCHS,
+    "quantised": cases.with_formats(EPOCHS, "fp8_block", "fp8_block"),
+    "counts": dataclasses.replace(EPOCHS, num_expert_counts=10),
+}
+OF_EPOCHS |= {
+    f"small {name}": dataclasses.replace(of, small=True) for name, of in OF_EPOCHS.items()
+}
+EPOCH_ROUNDS = 7
+
+
+def set_epoch(ranks: EmulatedRanks, epoch: int) -> None:
+    """Make every rank's control and cells say that the round `epoch` is over."""
+    size = ctypes.sizeof(structs()["LocalControl"])
+    for rank in range(ranks.config.ep_size):
+        control: Any = ranks.control(rank)
+        control.epoch = control.combined_epoch = epoch
+        local = ranks._bytes(rank, "local", size, 0, writes=True)
+        local.copy_(torch.frombuffer(bytearray(bytes(control)), dtype=torch.uint8))
+        for cells in ("dispatch_cells", "combine_cells"):
+            found = ranks._bytes(rank, cells, ranks.config.ep_size * 8, 0, writes=True)
+            found.view(torch.int64).fill_(epoch)
+
+
+@pytest.mark.parametrize("kind", OF_EPOCHS)
+@pytest.mark.parametrize("start", [2**32 - 3, 2**31 - 3])
+def test_rounds_go_on_when_the_epoch_wraps(kind: str, start: int) -> None:
+    case = OF_EPOCHS[kind]
+    with contextlib.closing(emulated.make_backend("cpu", case, ctas=2)) as backend:
+        case = emulated.with_ctas(case, backend.ctas)
+        ranks = EmulatedRanks.of_case(case, backend)
+        set_epoch(ranks, start)
+        for number in range(EPOCH_ROUNDS):
+            inputs = cases.make_inputs(case, seed=number)
+            emulated.check_round(case, inputs, ranks.run_round(inputs))
+        assert ranks.control(0).epoch == (start + EPOCH_ROUNDS) % 2**32

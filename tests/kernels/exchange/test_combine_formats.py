@@ -3,7 +3,7 @@ the error of a sum against its bound.
 
 Rank k of these exchanges owns expert k, and every token of rank 0 goes to all of them: so the rows
 that are added up are whatever a test wants them to be. On CPU ranks, which run the kernels' text;
-what a GPU makes of it is in test_combine_nvrtc.py.
+what a GPU makes of it is in test_sass.py.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from moe_nvlink_plugin.errors import ConfigError, InputError
 from moe_nvlink_plugin.recipes import QuantisedRows, QuantisingRecipe, fp8, mxfp8, nvfp4
 from moe_nvlink_plugin.recipes.base import check_global_scale
-from tests.kernels import quantiser_rows as rows_of
-from tests.kernels.quantiser_rows import BLOCKS, RECIPES, assert_same, differing
+from tests.kernels.formats import quantiser_rows as rows_of
+from tests.kernels.formats.quantiser_rows import BLOCKS, RECIPES, assert_same, differing
 
 Array: TypeAlias = np.ndarray[Any, Any]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

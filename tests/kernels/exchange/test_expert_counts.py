@@ -20,7 +20,7 @@ from moe_nvlink_plugin.errors import (
 )
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
-from tests.kernels.test_small_dispatch import broken
+from tests.kernels.exchange.small.test_small_dispatch import broken
 from tests.support import cases, compare
 from tests.support.cases import Case, Inputs
 

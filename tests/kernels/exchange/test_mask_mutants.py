@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from moe_nvlink_plugin.jit import host
-from tests.kernels import test_active_ranks as masks
-from tests.kernels import test_survivors
+from tests.kernels.exchange import test_active_ranks as masks
+from tests.kernels.exchange import test_survivors
 from tests.support import emulated, emulated_text, sanitizers
 from tests.support.sanitizers import Bugs, Edit, instead
 

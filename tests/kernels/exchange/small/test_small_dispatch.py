@@ -24,8 +24,13 @@ from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.launch.kernel import Family
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.kernels import test_received
-from tests.kernels.test_rounds import check_rounds, poisoned_round, sometimes, varying_inputs
+from tests.kernels.exchange import test_received
+from tests.kernels.exchange.test_rounds import (
+    check_rounds,
+    poisoned_round,
+    sometimes,
+    varying_inputs,
+)
 from tests.support import cases, compare, emulated
 from tests.support.cases import Case, Inputs, Seen
 from tests.support.delays import replace_once

@@ -18,8 +18,8 @@ from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.recipes import QuantisedRows, fp8, mxfp8, nvfp4
-from tests.kernels import quantiser_rows as rows_of
-from tests.kernels.quantiser_rows import BLOCKS, RECIPES, assert_same, differing
+from tests.kernels.formats import quantiser_rows as rows_of
+from tests.kernels.formats.quantiser_rows import BLOCKS, RECIPES, assert_same, differing
 from tests.support import kernel_texts
 
 EVERY_RECIPE = pytest.mark.parametrize("name", RECIPES)
