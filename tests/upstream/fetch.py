@@ -151,9 +151,12 @@ def unpack(archive: Path, version: str, folder: Path) -> Path:
     if not hasattr(tarfile, "data_filter"):
         raise UnsupportedError("this Python unpacks archives without checks: use 3.10.12 or newer")
     top = f"vllm-{version}"
-    with tarfile.open(archive) as tar:
-        members = [member for member in tar if _is_kept(member.name, top)]
-        tar.extractall(folder, members, filter="data")
+    try:
+        with tarfile.open(archive) as tar:
+            members = [member for member in tar if _is_kept(member.name, top)]
+            tar.extractall(folder, members, filter="data")
+    except (tarfile.TarError, OSError) as error:
+        raise FetchError(f"{archive.name} cannot be unpacked below {folder}: {error}") from error
     return folder / top
 
 

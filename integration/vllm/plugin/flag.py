@@ -127,16 +127,22 @@ def stands_aside(vllm_config: Any) -> bool:
 
     Args:
         vllm_config: vLLM's VllmConfig, which asks for our backend.
+
+    Raises:
+        ConfigError: our options are not well-formed.
     """
     moe_backend = vllm_config.kernel_config.moe_backend
     is_changed = vllm_config.parallel_config.all2all_backend == PASSTHROUGH
     if not is_changed and moe_backend not in OWN_EXCHANGE:
         return False
+    from moe_nvlink_plugin.integration.vllm.choices import options_of
+
+    options_of(vllm_config)
     additional = vllm_config.additional_config
     vllm_config.additional_config = {k: v for k, v in additional.items() if k != KEY}
     logger.warning(
-        "--moe-backend %s dispatches and combines inside its kernels, so %s %s has no effect. With "
-        "--moe-backend auto rows go through %s.",
+        "--moe-backend %s dispatches and combines inside its kernels, so %s %s and its options "
+        "have no effect. With --moe-backend auto rows go through %s.",
         moe_backend,
         _OPTION,
         BACKEND,

@@ -20,7 +20,7 @@ from moe_nvlink_plugin.integration.common import names, own_source
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm import backend, compat
 from moe_nvlink_plugin.integration.vllm.choices import KEY, options_of
-from moe_nvlink_plugin.integration.vllm.plugin import validation
+from moe_nvlink_plugin.integration.vllm.plugin import flag, validation
 from tests.integration.common.framework_source import patched_for_no_reason
 
 pytestmark = pytest.mark.usefixtures("environment")
@@ -157,14 +157,18 @@ def test_vllm_itself_is_refused(checkpoint: Path, values: dict[str, Any], words:
 
 @pytest.mark.parametrize("moe_backend", ["flashinfer_moe_ep_cutedsl", "deep_gemm_mega_moe"])
 def test_experts_that_exchange_rows_are_left_to_vllm(
-    moe_backend: str, checkpoint: Path, caplog: pytest.LogCaptureFixture
+    moe_backend: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The configuration that vLLM hands to its workers does not ask for us; the log says why."""
+    told: list[str] = []
+    monkeypatch.setattr(flag.logger, "warning", lambda text, *more: told.append(text % more))
     config = _create(checkpoint, moe_backend=moe_backend)
     assert not backend.is_selected(config)
     assert "MoeNvlink" not in str(config.parallel_config.worker_cls)
-    (told,) = [text for text in caplog.messages if "has no effect" in text]
-    assert f"--moe-backend {moe_backend} dispatches and combines inside its kernels" in told
+    (line,) = told
+    assert f"--moe-backend {moe_backend} dispatches and combines inside its kernels" in line
+    with pytest.raises(ValueError, match="dispach"):
+        _create(checkpoint, moe_backend=moe_backend, additional_config={KEY: {"dispach": "bf16"}})
 
 
 def test_two_backends_at_once_are_refused(checkpoint: Path) -> None:
