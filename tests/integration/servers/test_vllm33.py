@@ -62,8 +62,9 @@ SHORT = {
     "v2 runner": Run((f"{_ONE_RANK}[gpt-oss dp2-model3-2-arguments3]",), V2),
     "triton experts": Run((_TRITON_EXPERTS,), TRITON),
 }
-#: Not here, because nobody has made them pass with the V2 runner on CPU ranks: load
-#: balancing, which is refused there, our scheduler beside ngram drafts, and a rank that idles while others draft.
+#: Not here, because nobody has made them pass with the V2 runner on CPU ranks: load balancing,
+#: which is refused there, our scheduler beside ngram drafts, and a rank that idles while others
+#: draft.
 LONG = {
     "triton experts, three ranks": Run((_TRITON_EXPERTS,), TRITON, marked="long"),
     "adapter": Run(("tests/integration/vllm",), minutes=20, may_skip="Triton does not run here"),
