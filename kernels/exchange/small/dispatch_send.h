@@ -108,8 +108,22 @@ HD void send_parts_of_tokens(const DispatchArgs& args, const Cta& cta, const Sma
 // Quantised rows. A CTA takes a whole row, because the lanes of a block, or all of them, share a
 // scale.
 
-// The packed row of the CTA, in shared memory, as the target of a quantiser. What lies between a
-// quantised payload's row and the next multiple of 16 travels too, and is read by nobody.
+// Clears what lies between a quantised payload's row and the next piece. It travels too; nobody
+// writes it later, and no rank reads it.
+template <class Config, class Shared>
+HD void clear_padding(const DispatchArgs& args, const Cta& cta, Shared& shared) {
+  MOE_NVLINK_ROLLED
+  for (int payload = kFirstCallerPayload; is_quantised<Config>(args, payload); ++payload) {
+    const int end = static_cast<int>(args.payloads[payload].row_bytes);
+    const int next_piece = (end + kPieceBytes - 1) / kPieceBytes * kPieceBytes;
+    char* row = shared.staged + args.packed_offsets[payload];
+    for (int offset = end + 4 * cta.thread; offset < next_piece; offset += 4 * cta.num_threads) {
+      *reinterpret_cast<uint32_t*>(row + offset) = 0;
+    }
+  }
+}
+
+// The packed row of the CTA, in shared memory, as the target of a quantiser.
 struct StagedTarget {
   char* row;
   char* scales;
@@ -217,6 +231,7 @@ HD void send_round(const DispatchArgs& args, const Cta& cta, const SmallRole& ro
         scale = load_word(reinterpret_cast<const float*>(args.global_scale));
       }
       round.load_state(args, role);
+      clear_padding<Config>(args, cta, shared);
       with_quantiser<Config>(args, cta, scale,
                              QuantiseAndSendTokens<Config, Shared>{args, cta, role, round, shared});
       return;
