@@ -48,8 +48,9 @@ from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.plugins import find_recipe
 from moe_nvlink_plugin.recipes import QuantisingRecipe
 from moe_nvlink_plugin.testing import random_inputs
-from tests.support import cases, compare, emulated, kernel_texts, vllm_quantisers
-from tests.support.cases import Inputs
+from moe_nvlink_plugin.verify import cases, compare
+from moe_nvlink_plugin.verify.cases import Inputs
+from tests.support import emulated, kernel_texts, vllm_quantisers
 
 RECIPES = ("fp8_block", "fp8_token", "fp8_tensor", "mxfp8", "nvfp4")
 #: Largest representable over the largest activation, which random ones seldom pass.

@@ -7,8 +7,10 @@ which names the variable, the value and the default.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -203,9 +205,28 @@ def pdl() -> bool:
     return _switch("MOE_NVLINK_PDL", True)
 
 
+@contextlib.contextmanager
+def without_pdl() -> Iterator[None]:
+    """Have what is created in the block launch without programmatic dependent launch."""
+    before = os.environ.get("MOE_NVLINK_PDL")
+    os.environ["MOE_NVLINK_PDL"] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["MOE_NVLINK_PDL"]
+        else:
+            os.environ["MOE_NVLINK_PDL"] = before
+
+
 def lineinfo() -> bool:
     """Return whether kernels for GPUs are compiled with the lines of their source."""
     return _switch("MOE_NVLINK_LINEINFO", False)
+
+
+def share_gpu() -> None:
+    """Let this process's ranks use one GPU together, as MOE_NVLINK_ALLOW_SHARED_GPU=1 does."""
+    os.environ["MOE_NVLINK_ALLOW_SHARED_GPU"] = "1"
 
 
 def allow_shared_gpu() -> bool:

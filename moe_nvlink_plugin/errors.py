@@ -56,6 +56,13 @@ class CompileError(MoeNvlinkError):
     """A kernel did not compile. The message contains the compiler's log."""
 
 
+class MismatchError(MoeNvlinkError, AssertionError):
+    """What a rank received or combined differs from the reference.
+
+    The message names the case, the ranks, and the place of the first difference with both values.
+    """
+
+
 class UnsupportedError(MoeNvlinkError):
     """A valid request is not available here. The message says what to use instead."""
 

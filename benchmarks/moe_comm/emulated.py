@@ -40,7 +40,8 @@ from moe_nvlink_plugin.exchange.small_batches import (
 from moe_nvlink_plugin.launch import shape
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.plugins import find_recipe
-from tests.support import cases, emulated
+from moe_nvlink_plugin.verify import cases
+from tests.support import emulated
 from tests.support.ranks import run_threads
 
 from . import accounting, emulated_flashinfer, expected, rows

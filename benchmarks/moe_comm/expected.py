@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from moe_nvlink_plugin import AllToAllConfig, reference
 from moe_nvlink_plugin.recipes import combine_formats
-from tests.support import cases
+from moe_nvlink_plugin.verify import cases
 
 from .options import Options
 from .routers import RankTokens, owners, target_table, tokens_of

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import torch
 
 from benchmarks import common
-from tests.support import cases, flashinfer_wheel
+from moe_nvlink_plugin.verify import cases
+from tests.support import flashinfer_wheel
 
 from . import expected
 from .options import Options

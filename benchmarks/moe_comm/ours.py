@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
-from tests.support import cases
+from moe_nvlink_plugin.verify import cases
 
 from .expected import Complaints, Context, Side, expert_rows
 from .options import OURS, Options

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from tests.support.cases import Case, Inputs, Seen, expert_rows
+from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen, expert_rows
 from tests.support.ptx import build
 from tests.support.ptx.machine import Machine
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support import cases
+from moe_nvlink_plugin.verify import cases
 
 from . import flashinfer_api
 from .expected import Complaints, Context, Packing, Side, check_combined, expert_rows

@@ -14,6 +14,15 @@ from moe_nvlink_plugin.launch.kernel import Variant
 from . import dump_source, precompile
 from .shipped import FAMILIES, own_version
 
+_VERIFY = """
+Runs every kernel of this package on this machine's ranks and holds every received bit and every sum
+to the reference; then times dispatch and combine beside what torch.distributed offers. Without a
+launcher it starts the ranks itself; or, over several nodes:
+
+  torchrun --nproc-per-node 8 -m moe_nvlink_plugin verify
+
+The last line is the verdict. The exit code is 0 if every round was right, else 1."""
+
 _PRECOMPILE = """
 Compiles the GPU kernels into a cache directory, for images that have neither a compiler nor a
 network. If there is a host compiler, it also compiles the kernels for CPU ranks.
@@ -100,6 +109,7 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     doctor.add_argument("--json", action="store_true", help="print JSON instead of text")
+    _add_verify(commands)
     compiling = commands.add_parser(
         "precompile",
         help="compile kernels ahead of time",
@@ -174,7 +184,60 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
     return parser
 
 
+def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="run every kernel against the reference, and time it",
+        description=_VERIFY,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verify.add_argument("--quick", action="store_true", help="the shortest checks, and no table")
+    verify.add_argument(
+        "--device", choices=["cpu", "cuda"], help="default: cuda if torch sees a GPU, else cpu"
+    )
+    verify.add_argument(
+        "--ranks", type=_count, default=0, metavar="N", help="to start (default: the GPUs, or 2)"
+    )
+    for name, what in (
+        ("num-experts", "experts of the layer (default: 256 on GPUs, 64 on CPU ranks)"),
+        ("hidden-size", "elements of a row (default: 7168 on GPUs, 1024 on CPU ranks)"),
+        ("max-tokens", "most tokens of a rank in a check (default: 128 on GPUs, 64 on CPU ranks)"),
+    ):
+        verify.add_argument(f"--{name}", type=_count, default=0, metavar="N", help=what)
+    verify.add_argument(
+        "--top-k", type=_count, default=8, metavar="N", help="experts of a token (default: 8)"
+    )
+    verify.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=20.0,
+        metavar="S",
+        help="seconds that a rank waits for another one (default: 20)",
+    )
+    verify.add_argument("--output", type=Path, metavar="FILE", help="report as JSON")
+
+
+def _run_verify(options: argparse.Namespace) -> int:
+    from . import verify
+
+    return verify.main(
+        verify.Options(
+            device=options.device or "",
+            ranks=options.ranks,
+            num_experts=options.num_experts,
+            top_k=options.top_k,
+            hidden_size=options.hidden_size,
+            max_tokens=options.max_tokens,
+            timeout_s=options.timeout,
+            quick=options.quick,
+            output=options.output,
+        )
+    )
+
+
 def _run(options: argparse.Namespace) -> int:
+    if options.command == "verify":
+        return _run_verify(options)
     if options.command == "doctor":
         from . import doctor
 

@@ -28,6 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "launch": {"doorway", "jit", "memory"},
     "exchange": {"doorway", "recipes", "jit", "memory", "plugins", "launch"},
     "lm_head": {"doorway", "memory", "plugins", "launch"},
+    "verify": {"doorway", "public", "recipes", "plugins", "exchange"},
     "tools": {"doorway", "transport", "jit", "plugins", "launch", "exchange", "lm_head"},
     "integration.frameworks": {"doorway"},
     COMMON: {"doorway", "public"},

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from moe_nvlink_plugin.config import MAX_SMALL_TOKENS
-from tests.support import cases, emulated
-from tests.support.cases import ADDS, CASES, COMBINE_FORMATS, CORE_RECIPE_CASES, RECIPES, Case
+from moe_nvlink_plugin.verify import cases
+from moe_nvlink_plugin.verify.cases import ADDS, COMBINE_FORMATS, RECIPES, Case
+from tests.support import emulated
+from tests.support.case_list import CASES, CORE_RECIPE_CASES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 

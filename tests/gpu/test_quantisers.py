@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support import compare, real_path, vllm_quantisers
+from moe_nvlink_plugin.verify import compare
+from tests.support import real_path, vllm_quantisers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 

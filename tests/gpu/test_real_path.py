@@ -12,8 +12,9 @@ import torch
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeStateError
 from moe_nvlink_plugin.testing import ThreadGroup
-from tests.support import cases, emulated, real_path
-from tests.support.cases import Case
+from moe_nvlink_plugin.verify import cases
+from moe_nvlink_plugin.verify.cases import Case
+from tests.support import emulated, real_path
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 

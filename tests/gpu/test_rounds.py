@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from tests.support import cases, emulated
-from tests.support.cases import Case
+from moe_nvlink_plugin.verify import cases
+from moe_nvlink_plugin.verify.cases import Case
+from tests.support import emulated
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(100)]
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import cases, emulated, real_path, users_form
+from moe_nvlink_plugin.verify import cases
+from moe_nvlink_plugin.verify.cases import Case
+from tests.support import emulated, real_path, users_form
 from tests.support import ranks as processes
-from tests.support.cases import Case
 
 JOIN_S = 45.0
 

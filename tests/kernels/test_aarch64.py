@@ -19,16 +19,17 @@ from moe_nvlink_plugin.jit import header
 from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.recipes import QuantisedRows, combine_formats
 from moe_nvlink_plugin.recipes.combine_formats import FORMATS
+from moe_nvlink_plugin.verify import cases
+from moe_nvlink_plugin.verify.cases import Case
+from moe_nvlink_plugin.verify.compare import assert_same_bits, one_nan
 from tests.kernels import test_sanitizers
 from tests.kernels.exchange import test_combine_formats as formats_of
 from tests.kernels.formats import quantiser_rows as rows_of
 from tests.kernels.formats import test_numeric
 from tests.kernels.formats.quantiser_rows import BLOCKS, RECIPES, assert_same
 from tests.kernels.formats.test_quantisers import by_kernel
-from tests.support import aarch64, cases, emulated, kernel_texts, sanitizers
+from tests.support import aarch64, emulated, kernel_texts, sanitizers
 from tests.support.aarch64 import Aarch64Backend, Calls
-from tests.support.cases import Case
-from tests.support.compare import assert_same_bits, one_nan
 
 pytestmark = [aarch64.IS_EMULATED, pytest.mark.timeout(560)]
 

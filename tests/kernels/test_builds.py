@@ -18,11 +18,12 @@ from moe_nvlink_plugin import HeadGroup, sharded_argmax
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.recipes.combine_formats import FORMATS
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from moe_nvlink_plugin.verify import cases
+from moe_nvlink_plugin.verify.cases import RECIPES, Case
 from tests.kernels.exchange import test_combine_formats
 from tests.kernels.formats import quantiser_rows, test_numeric, test_quantisers
 from tests.kernels.lm_head import test_head
-from tests.support import builds, cases, compare
-from tests.support.cases import RECIPES, Case
+from tests.support import builds, case_list
 
 pytestmark = [builds.ON_X86, pytest.mark.timeout(300)]
 
@@ -53,14 +54,14 @@ def loaded(built: host.HostLibrary, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_and_sums(dtype: torch.dtype) -> None:
-    compare.check_case(dataclasses.replace(CASE, dtype=dtype))
+    case_list.check_case(dataclasses.replace(CASE, dtype=dtype))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("combine", ["bf16", *FORMATS])
 def test_formats(recipe: str, combine: str) -> None:
     case = dataclasses.replace(CASE, dtype=torch.bfloat16)
-    compare.check_case(cases.with_formats(case, recipe, combine))
+    case_list.check_case(cases.with_formats(case, recipe, combine))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -22,11 +22,13 @@ from benchmarks.moe_comm.options import Options
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import constants
+from moe_nvlink_plugin.verify import cases, compare
+from moe_nvlink_plugin.verify.cases import Case
 from tests.gpu import test_cases as test_gpu_cases
 from tests.gpu import test_rounds as test_gpu_rounds
-from tests.support import cases, compare, delays, emulated, emulated_text, fake_cuda, sanitized
+from tests.support import case_list, delays, emulated, emulated_text, fake_cuda, sanitized
 from tests.support import ranks as processes
-from tests.support.cases import CASES, RECIPE_CASES, Case
+from tests.support.case_list import CASES, RECIPE_CASES
 from tests.support.sass import cuobjdump
 
 pytestmark = pytest.mark.timeout(280)
@@ -149,7 +151,7 @@ def test_near_is_one_code() -> None:
     """What a GPU's reciprocals excuse in nvfp4, and what not."""
     case = cases.with_formats(Case(name="near", tokens=(5, 5), dtype=torch.bfloat16), "nvfp4")
     inputs = cases.make_inputs(case)
-    (seen,) = cases.run_case(case, rounds=1)
+    (seen,) = case_list.run_case(case, rounds=1)
     codes = [seen[1].payloads[index].view(torch.uint8) for index in (1, 2)]
     place = int((codes[0][0] & 7 < 6).nonzero()[0]), int((codes[1][0] < 0x70).nonzero()[0])
     for index, column in enumerate(place):

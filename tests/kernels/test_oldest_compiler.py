@@ -16,10 +16,10 @@ import torch
 
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.recipes.combine_formats import FORMATS
+from moe_nvlink_plugin.verify.cases import RECIPES
 from tests.kernels.exchange import test_combine_formats
 from tests.kernels.formats import test_quantisers
 from tests.support import builds, kernel_texts
-from tests.support.cases import RECIPES
 
 OLDEST, LEVEL = "g++-11", "x86-64-v4"
 README = Path(__file__).resolve().parents[2] / "README.md"

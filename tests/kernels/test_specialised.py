@@ -11,8 +11,10 @@ from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks
-from tests.support import cases, compare, kernel_texts
-from tests.support.cases import Case, make_inputs, run_case
+from moe_nvlink_plugin.verify import cases, compare
+from moe_nvlink_plugin.verify.cases import Case, make_inputs
+from tests.support import case_list, kernel_texts
+from tests.support.case_list import run_case
 from tests.support.delays import replace_once
 
 pytestmark = pytest.mark.timeout(180)
@@ -50,7 +52,7 @@ def test_specialised_build(
         routing="invalid",
         num_threads=2,
     )
-    compare.check_case(case)
+    case_list.check_case(case)
 
 
 def streaming_text() -> str:
@@ -86,7 +88,7 @@ def test_streamed_rows(
         add="in place",
         scale=0.3,
     )
-    compare.check_case(case)
+    case_list.check_case(case)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_streamed_quantised_rows(
         routing="invalid",
         num_threads=2,
     )
-    compare.check_case(case)
+    case_list.check_case(case)
 
 
 #: platform.h's constants of the host, and what stands there for the GPU.
@@ -173,7 +175,7 @@ def test_constants_of_the_gpu(
         add="in place" if cta_threads > 1 else "unaligned",
         scale=-0.7,
     )
-    compare.check_case(case)
+    case_list.check_case(case)
 
 
 #: Lanes as on the GPU: 16 elements each, and those of a block exchange its largest magnitude, here
@@ -252,7 +254,7 @@ def quantised_case(recipe: str, hidden_size: int) -> Case:
 def test_lanes_of_the_gpu(recipe: str, hidden_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     library = library_with_lanes(kernel_texts.host_source())
     monkeypatch.setattr(host, "load", lambda _text: library)
-    compare.check_case(quantised_case(recipe, hidden_size))
+    case_list.check_case(quantised_case(recipe, hidden_size))
 
 
 @pytest.mark.parametrize(
@@ -265,7 +267,7 @@ def test_lanes_of_the_gpu_in_combine(
     library = library_with_lanes(kernel_texts.host_source())
     monkeypatch.setattr(host, "load", lambda _text: library)
     case = quantised_case("bf16", hidden_size)
-    compare.check_case(dataclasses.replace(case, combine=combine, top_k=4))
+    case_list.check_case(dataclasses.replace(case, combine=combine, top_k=4))
 
 
 @pytest.mark.parametrize(("recipe", "hidden_size"), [(None, 42), ("fp8_token", 44), ("mxfp8", 384)])
@@ -283,7 +285,7 @@ def test_lanes_of_the_gpu_in_small_batches(
         (torch.float32, (7,)),
     )
     case = dataclasses.replace(case, recipe=recipe, tokens=(17, 9), capacity=17, top_k=top_k)
-    compare.check_case(dataclasses.replace(case, small=True, extras=words))
+    case_list.check_case(dataclasses.replace(case, small=True, extras=words))
 
 
 @pytest.mark.parametrize("hidden_size", [42, 1600])
@@ -372,4 +374,4 @@ def test_a_specialised_build_ignores_run_time_top_k(monkeypatch: pytest.MonkeyPa
     library = built(text)
     monkeypatch.setattr(host, "load", lambda _text: library)
     with pytest.raises(AssertionError, match="wrong library"):
-        compare.check_case(Case(name="wrong library", tokens=(3, 3), top_k=4))
+        case_list.check_case(Case(name="wrong library", tokens=(3, 3), top_k=4))

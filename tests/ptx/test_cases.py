@@ -19,8 +19,10 @@ import torch
 from moe_nvlink_plugin import HeadConfig, reference
 from moe_nvlink_plugin.config import MAX_SMALL_TOKENS
 from moe_nvlink_plugin.jit.header import combine_formats, constants, elements, quantisers
-from tests.support import cases, compare, emulated, users_form
-from tests.support.cases import ADDS, CASES, RECIPE_CASES, Case, Inputs
+from moe_nvlink_plugin.verify import cases, compare
+from moe_nvlink_plugin.verify.cases import ADDS, Case, Inputs
+from tests.support import emulated, users_form
+from tests.support.case_list import CASES, RECIPE_CASES
 from tests.support.emulated import EmulatedRanks
 from tests.support.head_ranks import Round, check, make_calls
 from tests.support.ptx.backend import PtxBackend

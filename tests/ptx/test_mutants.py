@@ -36,8 +36,9 @@ from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.launch.kernel import Build, Kernel
 from moe_nvlink_plugin.lm_head.kernels import HEAD
 from moe_nvlink_plugin.plugins import find_recipe
-from tests.support import cases, emulated, head_ranks, users_form
-from tests.support.cases import Case
+from moe_nvlink_plugin.verify import cases
+from moe_nvlink_plugin.verify.cases import Case
+from tests.support import emulated, head_ranks, users_form
 from tests.support.emulated import EmulatedRanks
 from tests.support.head_ranks import Call, Round
 from tests.support.ptx import build, mutants, survivors

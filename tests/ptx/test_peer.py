@@ -15,9 +15,10 @@ from benchmarks.moe_comm.options import Options
 from benchmarks.moe_comm.peer_launches import Geometry
 from benchmarks.moe_comm.peer_ptx import Library, Round
 from benchmarks.moe_comm.routers import tokens_of
+from moe_nvlink_plugin.verify import compare
+from moe_nvlink_plugin.verify.cases import Case, Inputs, make_inputs
 from tests.integration.common.framework_wheels import left_out
-from tests.support import compare, wheels
-from tests.support.cases import Case, Inputs, make_inputs
+from tests.support import wheels
 from tests.support.ptx.machine import Machine, TrapError
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")

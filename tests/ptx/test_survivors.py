@@ -11,8 +11,9 @@ import torch
 
 from moe_nvlink_plugin import rank_mask
 from moe_nvlink_plugin.jit.header import constants, structs
+from moe_nvlink_plugin.verify import cases
 from tests.ptx.test_cases import ARCHITECTURES, SMALL
-from tests.support import cases, emulated
+from tests.support import emulated
 from tests.support.emulated import EmulatedRanks
 from tests.support.ptx import survivors
 from tests.support.ptx.backend import PtxBackend

@@ -36,8 +36,9 @@ from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.launch.shape import Limits, Shape
 from moe_nvlink_plugin.memory.layout import Region, WorkspaceLayout
 from moe_nvlink_plugin.plugins import find_recipe
-from tests.support import cases, compare, emulated_text
-from tests.support.cases import Case, Inputs, Seen, is_small
+from moe_nvlink_plugin.verify import cases, compare
+from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen, is_small
+from tests.support import emulated_text
 from tests.support.delays import replace_once
 from tests.support.ptx.backend import PtxBackend
 from tests.support.ranks import run_threads
@@ -702,7 +703,7 @@ def check_case(
     post_quant: bool = False,
     **options: Any,
 ) -> None:
-    """A case of cases.CASES or RECIPE_CASES against the oracle, bit for bit.
+    """A case of case_list.CASES or RECIPE_CASES against the oracle, bit for bit.
 
     On a GPU what goes through approximate reciprocals is compared as compare.py says. `options`:
     more of make_backend.

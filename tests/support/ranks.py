@@ -41,8 +41,8 @@ PRELOADED = [
     "cuda.bindings.driver",
     "moe_nvlink_plugin.testing",
     "tests.support.fake_cuda.transport",
-    "tests.support.cases",
-    "tests.support.compare",
+    "moe_nvlink_plugin.verify.cases",
+    "moe_nvlink_plugin.verify.compare",
 ]
 #: vLLM's libraries: most of the time that its import takes. For ranks of a process that has vLLM.
 #: Some read variables (HF_*, TORCHINDUCTOR_*) when they are imported: ranks then have those values,

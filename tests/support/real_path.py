@@ -19,8 +19,9 @@ import torch.distributed as dist
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeTimeoutError, InputError, MoeNvlinkError
 from moe_nvlink_plugin.testing import ThreadGroup
-from tests.support import cases, compare, emulated
-from tests.support.cases import Case, Inputs, Seen
+from moe_nvlink_plugin.verify import cases, compare
+from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen
+from tests.support import emulated
 
 #: Seconds that a rank waits for the others. Its peers on one GPU are a time slice away; a test that
 #: is stuck must not use up the minutes of a lent one. Of CPU ranks on a busy machine: more.

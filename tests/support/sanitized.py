@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from tests.support import cases, emulated, emulated_text, real_head
-from tests.support.cases import Case
+from moe_nvlink_plugin.verify import cases
+from moe_nvlink_plugin.verify.cases import Case
+from tests.support import emulated, emulated_text, real_head
 
 CASE = Case(
     name="sanitized",

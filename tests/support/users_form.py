@@ -27,9 +27,10 @@ import torch.distributed as dist
 from moe_nvlink_plugin import MoeAllToAll, rank_mask, reference
 from moe_nvlink_plugin.errors import ExchangeStateError, ExchangeTimeoutError
 from moe_nvlink_plugin.exchange import scales_layout, survivors
+from moe_nvlink_plugin.verify import cases, compare
+from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen
 from tests.kernels.exchange.test_received import filled_places, laid_out
-from tests.support import cases, compare, emulated, real_path
-from tests.support.cases import Case, Inputs, Seen
+from tests.support import emulated, real_path
 from tests.support.emulated import EmulatedRanks, StaticRounds
 
 #: One rank through the product's own path, as vLLM's adapter asks, and with counts.

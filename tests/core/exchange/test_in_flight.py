@@ -19,9 +19,10 @@ from moe_nvlink_plugin.errors import (
     MoeNvlinkError,
 )
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
+from moe_nvlink_plugin.verify import cases, compare
+from moe_nvlink_plugin.verify.cases import Case
 from tests.core.exchange.small_exchange import assert_still_works, config, good
-from tests.support import cases, compare
-from tests.support.cases import Case
+from tests.support import case_list
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -69,7 +70,7 @@ def test_the_bits_are_those_of_the_oracle(case: Case, monkeypatch: pytest.Monkey
 
     for verb in ("dispatch", "combine"):
         monkeypatch.setattr(MoeAllToAll, verb, instead(verb))
-    compare.check_case(case)
+    case_list.check_case(case)
     odd, num_rounds = case.ep_size // 2, 2
     assert sorted(beside) == ["combine"] * num_rounds * odd + ["dispatch"] * num_rounds * odd
 

@@ -39,7 +39,8 @@ from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.launch.machine_code import _loaded
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
-from tests.support import cases, compare, fake_cuda, kernel_texts
+from moe_nvlink_plugin.verify import cases, compare
+from tests.support import case_list, fake_cuda, kernel_texts
 from tests.support.fake_cuda import ptx
 from tests.support.fake_cuda.transport import capturing, install
 from tests.support.ranks import run_processes
@@ -382,7 +383,7 @@ def test_counts_per_expert_cost_no_launch(
 @pytest.mark.parametrize("on", ["host", ptx.LONG])
 @pytest.mark.parametrize("number", range(4))
 def test_cases(number: int, on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    some = cases.CASES[number::4]
+    some = case_list.CASES[number::4]
     names = [case.name for case in some]
     units = ptx.of_configs(*(case.config(0) for case in some)) if on == "ptx" else []
     outcomes = in_driver(run, tmp_path, monkeypatch, names, units=units)
@@ -394,8 +395,8 @@ def test_cases(number: int, on: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def run(names: list[str]) -> list[list[list[cases.Seen]]]:
-    by_name = {case.name: case for case in cases.CASES}
-    return [cases.run_case(by_name[name], transport="launched_by_driver") for name in names]
+    by_name = {case.name: case for case in case_list.CASES}
+    return [case_list.run_case(by_name[name], transport="launched_by_driver") for name in names]
 
 
 # CUDA graphs.

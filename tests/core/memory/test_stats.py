@@ -7,8 +7,8 @@ import torch
 
 from moe_nvlink_plugin import ExchangeStats, MoeAllToAll, reference
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.support import cases
-from tests.support.cases import Case, Inputs
+from moe_nvlink_plugin.verify import cases
+from moe_nvlink_plugin.verify.cases import Case, Inputs
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -23,8 +23,9 @@ from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.launch.cpu import _HostLauncher
 from moe_nvlink_plugin.memory.startup import Timeouts
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
-from tests.support import cases, compare, delays, emulated
-from tests.support.cases import Case, Inputs, Seen
+from moe_nvlink_plugin.verify import cases, compare
+from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen
+from tests.support import case_list, delays, emulated
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -62,7 +63,7 @@ RECIPE_CASES = tuple(
 @pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
 @pytest.mark.parametrize("case", [*CASES, *RECIPE_CASES], ids=lambda case: case.name)
 def test_as_the_reference(case: Case, small: bool) -> None:
-    compare.check_case(dataclasses.replace(case, small=small))
+    case_list.check_case(dataclasses.replace(case, small=small))
 
 
 @pytest.mark.parametrize("left_out", [(), (1, 3)], ids=["all", "masked"])
@@ -88,7 +89,7 @@ def test_bulk_dispatch_and_small_combine_in_one_round(
         return run
 
     monkeypatch.setattr(_HostLauncher, "load", noted)
-    compare.check_case(case, rounds=3)
+    case_list.check_case(case, rounds=3)
     assert launched == {"dispatch", "small_combine"}
     emulated.check_case("cpu", case)
 

@@ -17,8 +17,9 @@ import torch
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.support import cases, compare, emulated
-from tests.support.cases import ADDS, COMBINE_FORMATS, Case
+from moe_nvlink_plugin.verify import cases, compare
+from moe_nvlink_plugin.verify.cases import ADDS, COMBINE_FORMATS, Case
+from tests.support import case_list, emulated
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -70,7 +71,7 @@ def test_every_format(combine: str, dtype: torch.dtype) -> None:
     case = dataclasses.replace(RAGGED, hidden_size=300, dtype=dtype, num_threads=2)
     case = cases.with_formats(case, None, combine)
     for add, scale in (("in place", 1.0), ("apart", 1 / 3), ("", -2.5)):
-        compare.check_case(dataclasses.replace(case, add=add, scale=scale))
+        case_list.check_case(dataclasses.replace(case, add=add, scale=scale))
 
 
 # Values that say which arithmetic it was.

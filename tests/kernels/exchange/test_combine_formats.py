@@ -32,10 +32,11 @@ from moe_nvlink_plugin.recipes.combine_formats import (
     error_bound,
 )
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from moe_nvlink_plugin.verify import cases
+from moe_nvlink_plugin.verify.cases import Case
+from moe_nvlink_plugin.verify.compare import assert_same_bits, one_nan, unsigned_nan
 from tests.kernels.test_specialised import AS_ON_THE_GPU
-from tests.support import cases, compare, delays, kernel_texts
-from tests.support.cases import Case
-from tests.support.compare import assert_same_bits, one_nan, unsigned_nan
+from tests.support import case_list, delays, kernel_texts
 from tests.support.delays import replace_once
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -361,7 +362,7 @@ def test_with_the_constants_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             routing="invalid",
             combine=name,
         )
-        compare.check_case(case)
+        case_list.check_case(case)
 
 
 # ---- What a NaN, an infinity or nothing at all becomes.
@@ -522,7 +523,7 @@ def test_one_place_on_the_gpu_is_enough(name: str, monkeypatch: pytest.MonkeyPat
     )
     library = delays.few_places(1, last_first=name != "bf16")
     monkeypatch.setattr(host, "load", lambda _text: library)
-    compare.check_case(case)
+    case_list.check_case(case)
 
 
 def test_formats_are_those_of_the_kernels() -> None:

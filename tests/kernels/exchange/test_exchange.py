@@ -16,8 +16,10 @@ from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.jit import header, host
 from moe_nvlink_plugin.testing import ThreadGroup, generators, random_inputs, run_ranks
-from tests.support import cases, compare, delays
-from tests.support.cases import CASES, RECIPE_CASES, RECIPES, Case, Inputs
+from moe_nvlink_plugin.verify import cases, compare
+from moe_nvlink_plugin.verify.cases import RECIPES, Case, Inputs
+from tests.support import case_list, delays
+from tests.support.case_list import CASES, RECIPE_CASES
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -28,7 +30,7 @@ def name_of(case: Case) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_named_case(case: Case) -> None:
-    compare.check_case(case)
+    case_list.check_case(case)
 
 
 @pytest.mark.parametrize(("ranks", "top_k"), [(8, 8), (12, 20)])
@@ -36,13 +38,13 @@ def test_many_partial_rows(ranks: int, top_k: int) -> None:
     """More than four of them: other sums of present_rows.h than the named cases meet."""
     tokens = tuple((7 * rank + 1) % 9 for rank in range(ranks))
     case = Case(tokens=tokens, num_experts=8 * ranks, top_k=top_k, hidden_size=27)
-    compare.check_case(case)
+    case_list.check_case(case)
 
 
 @pytest.mark.parametrize("case", RECIPE_CASES, ids=name_of)
 def test_named_case_quantised(case: Case) -> None:
     """In one round by the kernel, in the next by the caller: the same bits, those of the recipe."""
-    compare.check_case(case)
+    case_list.check_case(case)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -113,7 +115,7 @@ def drawn_cases(draw: st.DrawFn) -> Case:
 )
 @given(drawn_cases())
 def test_drawn_case(case: Case) -> None:
-    compare.check_case(case)
+    case_list.check_case(case)
 
 
 def test_same_bits_though_the_slots_differ(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +125,7 @@ def test_same_bits_though_the_slots_differ(monkeypatch: pytest.MonkeyPatch) -> N
     library = delays.randomly_delayed()
     monkeypatch.setattr(host, "load", lambda _text: library)
     case = Case(name="race", tokens=(64, 64), capacity=64, num_threads=3, top_k=6, hidden_size=96)
-    rounds = cases.run_case(case, rounds=20)
+    rounds = case_list.run_case(case, rounds=20)
     orders = {str([rank.send_slots.tolist() for rank in seen]) for seen in rounds}
     assert len(orders) > 1, "the CTAs never raced"
     for seen in rounds:
@@ -241,7 +243,7 @@ def test_the_checks_notice(damage: str) -> None:
     if damage == "scale":
         case = cases.with_formats(case, "nvfp4")
     inputs = cases.make_inputs(case)
-    (seen,) = cases.run_case(case, rounds=1)
+    (seen,) = case_list.run_case(case, rounds=1)
     rank = seen[1]
     if damage == "payload":
         rank.payloads[1][0, 3] += 1

@@ -20,9 +20,10 @@ from moe_nvlink_plugin.errors import (
 )
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
+from moe_nvlink_plugin.verify import cases, compare
+from moe_nvlink_plugin.verify.cases import Case, Inputs
 from tests.kernels.exchange.small.test_small_dispatch import broken
-from tests.support import cases, compare
-from tests.support.cases import Case, Inputs
+from tests.support import case_list
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -107,7 +108,7 @@ def test_as_the_reference(case: Case, small: bool) -> None:
 
 @both_kernels
 def test_rows_are_as_without_counts(small: bool) -> None:
-    compare.check_case(dataclasses.replace(FIVE, small=small))
+    case_list.check_case(dataclasses.replace(FIVE, small=small))
 
 
 @both_kernels

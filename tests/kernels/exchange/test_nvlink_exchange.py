@@ -17,8 +17,9 @@ from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeTimeoutError
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.transport import nvlink
-from tests.support import cases, compare, fake_cuda, kernel_texts
-from tests.support.cases import Case, Seen
+from moe_nvlink_plugin.verify import cases, compare
+from moe_nvlink_plugin.verify.cases import Case, Seen
+from tests.support import fake_cuda, kernel_texts
 from tests.support.fake_cuda import ptx
 from tests.support.fake_cuda.transport import install
 from tests.support.ranks import run_processes

@@ -13,8 +13,9 @@ from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.support import cases, compare, delays
-from tests.support.cases import Case
+from moe_nvlink_plugin.verify import cases, compare
+from moe_nvlink_plugin.verify.cases import Case
+from tests.support import delays
 
 
 def test_a_clock_that_goes_back_ends_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:

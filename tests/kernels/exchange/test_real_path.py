@@ -10,9 +10,10 @@ import torch
 
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
-from tests.support import cases, real_path
+from moe_nvlink_plugin.verify import cases
+from moe_nvlink_plugin.verify.cases import Seen
 from tests.support import ranks as processes
-from tests.support.cases import Seen
+from tests.support import real_path
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -12,22 +12,23 @@ from moe_nvlink_plugin import MoeAllToAll, reference
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.support import cases, compare
-from tests.support.cases import Case, Inputs, Seen
+from moe_nvlink_plugin.verify import cases, compare
+from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen
+from tests.support import case_list
 
 #: What a layer may say of its ids; 5 is the id of an expert, 2**31 - 1 of none.
 RECEIVED_IDS: tuple[str | int, ...] = ("elsewhere", "local", -1, 5, 2**31 - 1)
 
 IDS_CASES = tuple(
     dataclasses.replace(case, name=f"{case.name}, {ids} ids", received_ids=ids)
-    for number, case in enumerate(cases.CASES)
+    for number, case in enumerate(case_list.CASES)
     for ids in ("elsewhere", RECEIVED_IDS[1 + number % (len(RECEIVED_IDS) - 1)])
 )
 
 
 @pytest.mark.parametrize("case", IDS_CASES, ids=lambda case: case.name)
 def test_ids_and_weights_as_experts_read_them(case: Case) -> None:
-    compare.check_case(case)
+    case_list.check_case(case)
 
 
 def test_every_kind_of_id_is_tried() -> None:
@@ -58,13 +59,13 @@ def test_ids_of_quantised_rows(recipe: str | None, num_threads: int) -> None:
         routing="invalid",
         num_threads=num_threads,
     )
-    compare.check_case(cases.with_formats(base, recipe))
+    case_list.check_case(cases.with_formats(base, recipe))
 
 
 def test_a_wrong_id_would_be_noticed() -> None:
     case = next(case for case in IDS_CASES if case.name.startswith("invalid ids, elsewhere"))
     inputs = cases.make_inputs(case)
-    (seen,) = cases.run_case(case, 1)
+    (seen,) = case_list.run_case(case, 1)
     compare.check_received(case, inputs, seen)
     for other in ("local", 3):
         with pytest.raises(AssertionError):
@@ -288,7 +289,7 @@ def test_other_bits_of_a_nan_from_the_caller() -> None:
     """Only where the caller has quantised on a GPU, only scales, and only NaN beside NaN."""
     case = Case(name="NaN", tokens=(16, 16), hidden_size=128, capacity=16)
     case = cases.with_formats(case, "fp8_block")
-    inputs, seen = cases.make_inputs(case), cases.run_case(case, rounds=1)[0]
+    inputs, seen = cases.make_inputs(case), case_list.run_case(case, rounds=1)[0]
     compare.check_received(case, inputs, seen)
 
     def with_scales(changed: Callable[[torch.Tensor], torch.Tensor]) -> list[Seen]:

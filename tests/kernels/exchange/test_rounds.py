@@ -21,9 +21,10 @@ from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.support import cases, compare, delays, emulated
+from moe_nvlink_plugin.verify import cases, compare
+from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen
+from tests.support import delays, emulated
 from tests.support import ranks as processes
-from tests.support.cases import Case, Inputs, Seen
 from tests.support.emulated import EmulatedRanks
 
 pytestmark = pytest.mark.timeout(240)

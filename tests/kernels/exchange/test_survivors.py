@@ -35,8 +35,8 @@ from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.support import cases, compare
-from tests.support.cases import Case, Inputs, Seen
+from moe_nvlink_plugin.verify import cases, compare
+from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen
 from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.timeout(600)

@@ -19,9 +19,10 @@ from moe_nvlink_plugin import MoeAllToAll, driver
 from moe_nvlink_plugin.exchange import survivors
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
+from moe_nvlink_plugin.verify import cases
 from tests.core.launch.test_cuda_launch import in_driver
 from tests.gpu.test_users_form import MANY
-from tests.support import cases, emulated, fake_cuda, real_path, users_form
+from tests.support import emulated, fake_cuda, real_path, users_form
 from tests.support import ranks as processes
 from tests.support.fake_cuda.transport import capturing
 

@@ -16,8 +16,9 @@ from moe_nvlink_plugin.launch.arguments import Window, new_arguments
 from moe_nvlink_plugin.launch.kernel import Build
 from moe_nvlink_plugin.launch.shape import Shape
 from moe_nvlink_plugin.memory.layout import Region
-from tests.support import compare, emulated
-from tests.support.cases import Case, Inputs
+from moe_nvlink_plugin.verify import compare
+from moe_nvlink_plugin.verify.cases import Case, Inputs
+from tests.support import emulated
 from tests.support.emulated import EmulatedRanks
 from tests.support.ptx.backend import PtxBackend
 

@@ -18,8 +18,9 @@ from moe_nvlink_plugin.exchange.kernels import COMBINE, DISPATCH, SMALL_COMBINE
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.launch.kernel import Family
-from tests.support import cases, compare, emulated
-from tests.support.cases import Case, Inputs
+from moe_nvlink_plugin.verify import cases, compare
+from moe_nvlink_plugin.verify.cases import Case, Inputs
+from tests.support import emulated
 from tests.support.delays import replace_once
 
 pytestmark = pytest.mark.timeout(240)

@@ -18,9 +18,10 @@ from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from moe_nvlink_plugin.verify import cases
+from moe_nvlink_plugin.verify.cases import Case, Seen
 from tests.kernels.exchange.test_rounds import check_rounds, poisoned_round, varying_inputs
-from tests.support import cases, delays, emulated
-from tests.support.cases import Case, Seen
+from tests.support import delays, emulated
 
 pytestmark = pytest.mark.timeout(240)
 

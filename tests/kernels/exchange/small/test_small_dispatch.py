@@ -24,6 +24,8 @@ from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.launch.kernel import Family
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from moe_nvlink_plugin.verify import cases, compare
+from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen
 from tests.kernels.exchange import test_received
 from tests.kernels.exchange.test_rounds import (
     check_rounds,
@@ -31,8 +33,7 @@ from tests.kernels.exchange.test_rounds import (
     sometimes,
     varying_inputs,
 )
-from tests.support import cases, compare, emulated
-from tests.support.cases import Case, Inputs, Seen
+from tests.support import case_list, emulated
 from tests.support.delays import replace_once
 
 pytestmark = pytest.mark.timeout(240)
@@ -52,7 +53,7 @@ def fitting(all_cases: tuple[Case, ...]) -> tuple[Case, ...]:
     )
 
 
-FITTING = fitting(cases.CASES)
+FITTING = fitting(case_list.CASES)
 
 #: Packed rows of several parts: the last of one unit, and of more than one thread's.
 LONG = Case(name="three parts", tokens=(5, 0, 8), hidden_size=2048, top_k=3)
@@ -72,13 +73,13 @@ IDS_CASES = tuple(
     dataclasses.replace(case, name=f"{case.name}, {ids} ids", received_ids=ids)
     for case, ids in zip(FITTING, ("elsewhere", "local", -1, 5) * len(FITTING), strict=False)
 )
-ALL_CASES = (*FITTING, *OWN_CASES, *IDS_CASES, *fitting(cases.RECIPE_CASES))
+ALL_CASES = (*FITTING, *OWN_CASES, *IDS_CASES, *fitting(case_list.RECIPE_CASES))
 
 
 def both_kinds(case: Case) -> tuple[list[Seen], list[Seen]]:
     """The same round by the kernels for small batches, and by the others."""
-    (with_units,) = cases.run_case(small(case), rounds=1)
-    (bulk,) = cases.run_case(dataclasses.replace(case, num_threads=1), rounds=1)
+    (with_units,) = case_list.run_case(small(case), rounds=1)
+    (bulk,) = case_list.run_case(dataclasses.replace(case, num_threads=1), rounds=1)
     return with_units, bulk
 
 
@@ -100,7 +101,7 @@ def test_as_bulk(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [*FITTING, *OWN_CASES], ids=lambda case: case.name)
 def test_as_the_reference(case: Case) -> None:
-    compare.check_case(small(case))
+    case_list.check_case(small(case))
 
 
 def test_the_most_ranks() -> None:
@@ -125,7 +126,7 @@ def test_padding_is_not_sent(
 
 def test_slots_are_numbers_of_tokens() -> None:
     case = small(Case(name="order", tokens=(8, 8), num_threads=3, top_k=2, num_experts=4))
-    (seen,) = cases.run_case(case, rounds=1)
+    (seen,) = case_list.run_case(case, rounds=1)
     for mine in seen:
         slots = mine.send_slots
         for target in range(case.ep_size):
@@ -245,7 +246,7 @@ def test_a_mistake_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def check_one_round(case: Case) -> None:
     inputs = cases.make_inputs(case)
-    (seen,) = cases.run_case(small(case), rounds=1)
+    (seen,) = case_list.run_case(small(case), rounds=1)
     compare.check_slots(case, inputs, seen)
     compare.check_received(case, inputs, seen)
 

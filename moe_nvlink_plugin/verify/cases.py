@@ -1,4 +1,4 @@
-"""One list of cases for every device, and how a case is run; compare.py holds it to the oracle."""
+"""What a round is, whatever the device: geometry, inputs, experts. compare.py has the oracle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_nvlink_plugin.exchange.sizes import small_combine_tokens
 from moe_nvlink_plugin.exchange.small_batches import with_small_tokens
 from moe_nvlink_plugin.plugins import find_recipe
 from moe_nvlink_plugin.recipes import QuantisedRows, QuantisingRecipe
-from moe_nvlink_plugin.testing import ThreadGroup, generators, random_inputs, run_ranks
+from moe_nvlink_plugin.testing import generators, random_inputs
 
 #: An extra payload: its dtype and the shape of one token's row.
 Extra = tuple[torch.dtype, tuple[int, ...]]
@@ -140,6 +140,7 @@ class Seen(NamedTuple):
 
 
 def row_bytes(extra: Extra) -> int:
+    """Return the bytes of one token's row."""
     dtype, shape = extra
     return int(torch.empty(shape, dtype=dtype).nbytes)
 
@@ -207,19 +208,28 @@ def dispatch(
     exchange: MoeAllToAll,
     inputs: Inputs,
     *,
-    channel: int = 0,
     post_quant: bool = False,
-    active_ranks: torch.Tensor | None = None,
+    beside: bool = False,
+    **options: Any,
 ) -> Dispatched:
-    """Dispatches activations, or what the caller has made of them by the layer's recipe."""
+    """Dispatch activations, or what the caller has made of them by the layer's recipe.
+
+    Args:
+        exchange: the layer.
+        inputs: of this rank, on the layer's device.
+        post_quant: the caller has quantised the rows.
+        beside: by dispatch_async.
+        options: further arguments of dispatch.
+    """
     hidden, ids, weights, extras = inputs
     config = exchange.config
-    options: dict[str, Any] = {"channel": channel, "active_ranks": active_ranks}
     if post_quant:
-        rows, scales = quantised(config, hidden)
-        return exchange.dispatch(rows, ids, weights, extras, scales=scales, **options)
-    scale = global_scale(config, hidden.device)
-    return exchange.dispatch(hidden, ids, weights, extras, global_scale=scale, **options)
+        hidden, options["scales"] = quantised(config, hidden)
+    else:
+        options["global_scale"] = global_scale(config, hidden.device)
+    if beside:
+        return exchange.dispatch_async(hidden, ids, weights, extras, **options).wait()
+    return exchange.dispatch(hidden, ids, weights, extras, **options)
 
 
 def with_formats(case: Case, recipe: str | None, combine: str = "bf16") -> Case:
@@ -391,157 +401,70 @@ def received_payloads(received: Dispatched) -> tuple[torch.Tensor, ...]:
     return (received.topk_weights, received.hidden_states, *scales, *received.extra_payloads)
 
 
-def run_round(
+def launch_round(
     exchange: MoeAllToAll,
     inputs: Inputs,
     *,
-    channel: int = 0,
     zero_copy: bool = True,
-    post_quant: bool = False,
     add: str = "",
     scale: float = 1.0,
-    active_ranks: torch.Tensor | None = None,
+    beside: bool = False,
+    before: Callable[[], None] = lambda: None,
+    **options: Any,
 ) -> Seen:
-    """One dispatch and combine on this rank."""
-    received = dispatch(
-        exchange, inputs, channel=channel, post_quant=post_quant, active_ranks=active_ranks
-    )
+    """Dispatch, experts and combine on this rank; what it got, on its device. Capturable.
+
+    Args:
+        exchange: the layer.
+        inputs: of this rank, on the layer's device.
+        zero_copy: the experts write where combine reads.
+        add: name of ADDS.
+        scale: of combine.
+        beside: by dispatch_async and combine_async.
+        before: called before each verb.
+        options: further arguments of dispatch().
+    """
+    before()
+    received = dispatch(exchange, inputs, beside=beside, **options)
     config = exchange.config
     hidden = activations(config, received.hidden_states, received.scales)
     ids = global_ids(config, received.topk_ids)
     rows = expert_rows(config, config.ep_rank, hidden, ids, received.topk_weights)
-    payloads = received_payloads(received)
-    seen = (_copied(received.recv_counts), _copied(received.topk_ids))
-    copies = tuple(_copied(payload) for payload in payloads)
+    payloads = tuple(payload.clone() for payload in received_payloads(received))
+    seen = (received.recv_counts.clone(), received.topk_ids.clone(), payloads)
+    metadata = received.metadata
     if zero_copy:
-        rows = exchange.combine_input(channel=channel).copy_(rows)
+        rows = exchange.combine_input(metadata=metadata).copy_(rows)
     added = added_rows(inputs.hidden_states, add)
-    output = added if add == "in place" else None
-    combined = exchange.combine(rows, received.metadata, output=output, add=added, scale=scale)
-    return Seen(*seen, copies, _copied(received.metadata.send_slots), _copied(combined))
+    last: dict[str, Any] = {
+        "output": added if add == "in place" else None,
+        "add": added,
+        "scale": scale,
+    }
+    before()
+    if beside:
+        combined = exchange.combine_async(rows, metadata, **last).wait()
+    else:
+        combined = exchange.combine(rows, metadata, **last)
+    return Seen(*seen, metadata.send_slots.clone(), combined)
+
+
+def run_round(exchange: MoeAllToAll, inputs: Inputs, **options: Any) -> Seen:
+    """Do what launch_round does, and copy what the rank got to the CPU."""
+    return on_cpu(launch_round(exchange, inputs, **options))
+
+
+def on_cpu(seen: Seen) -> Seen:
+    """Copy what a rank got to the CPU."""
+    counts, ids, payloads, slots, combined = seen
+    return Seen(
+        _copied(counts),
+        _copied(ids),
+        tuple(_copied(payload) for payload in payloads),
+        _copied(slots),
+        _copied(combined),
+    )
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("cpu", copy=True)
-
-
-def run_case(
-    case: Case, rounds: int = 2, device: str = "host", transport: str | None = None
-) -> list[list[Seen]]:
-    """`result[round][rank]`: the same inputs in every round, quantised by turns by the dispatch and
-    by the caller.
-    """
-    torch_device = {"host": "cpu", "cuda": "cuda"}[device]
-    inputs = make_inputs(case)
-
-    def rank_main(group: ThreadGroup) -> list[Seen]:
-        config = dataclasses.replace(case.config(group.rank), transport=transport)
-        with MoeAllToAll.create(config, group, torch_device) as exchange:
-            return [
-                run_round(
-                    exchange,
-                    inputs[group.rank],
-                    channel=number % case.num_channels,
-                    zero_copy=number % 2 == 0,
-                    post_quant=number % 2 == 1,
-                    add=case.add,
-                    scale=case.scale,
-                    active_ranks=case.mask(group.rank, torch_device),
-                )
-                for number in range(rounds)
-            ]
-
-    by_rank = run_ranks(case.ep_size, rank_main)
-    return [[seen[number] for seen in by_rank] for number in range(rounds)]
-
-
-_SEVEN_EXTRAS: tuple[Extra, ...] = (
-    (torch.uint8, (1,)),
-    (torch.uint8, (3, 5)),
-    (torch.int64, (2,)),
-    (torch.bfloat16, (7,)),
-    (torch.float64, (1,)),
-    (torch.bool, (11,)),
-    (torch.uint8, (259,)),
-)
-
-CASES: tuple[Case, ...] = (
-    Case(name="one rank", tokens=(5,)),
-    Case(name="two ranks, full", tokens=(8, 8)),
-    Case(name="three ranks, all counts different", tokens=(0, 3, 8), num_experts=10, top_k=3),
-    Case(name="five ranks, top_k 1", tokens=(1, 2, 3, 4, 5), top_k=1),
-    Case(name="eight ranks, top_k 22", tokens=(0, 1, 2, 3, 5, 6, 7, 8), num_experts=64, top_k=22),
-    Case(name="top_k 32 of 33 experts", tokens=(4, 2, 7), num_experts=33, top_k=32),
-    Case(name="nobody has a token", tokens=(0, 0, 0, 0)),
-    Case(name="one token in all", tokens=(0, 1, 0, 0)),
-    Case(name="experts not divisible", tokens=(8, 4, 2, 6), num_experts=11, top_k=5),
-    Case(name="fewer experts than ranks", tokens=(3, 1, 4, 1, 5), num_experts=3, top_k=3),
-    Case(name="one expert", tokens=(2, 4, 8), num_experts=1, top_k=1),
-    Case(name="all to one rank", tokens=(8, 8, 8, 8), routing="to one rank"),
-    Case(name="none to a rank", tokens=(8, 7, 6, 5), routing="none to rank 1"),
-    Case(name="duplicate experts", tokens=(6, 8, 3), top_k=6, routing="duplicates"),
-    Case(name="invalid ids", tokens=(8, 5, 8), top_k=6, routing="invalid"),
-    Case(name="no id is an expert", tokens=(8, 5), routing="all invalid"),
-    Case(name="int64 ids", tokens=(8, 5, 2), ids_dtype=torch.int64),
-    Case(name="int64 invalid", tokens=(8, 5), routing="invalid", ids_dtype=torch.int64),
-    Case(name="ids that would wrap", tokens=(8, 8), routing="wrapping", ids_dtype=torch.int64),
-    Case(name="rows of one element", tokens=(3, 8), hidden_size=1),
-    Case(name="rows of odd bytes", tokens=(7, 8, 1), hidden_size=101, dtype=torch.bfloat16),
-    Case(name="rows beyond one vector", tokens=(4, 4), hidden_size=1031),
-    Case(name="eight payloads", tokens=(4, 8, 0), extras=_SEVEN_EXTRAS),
-    Case(name="large extra payload", tokens=(8, 2), extras=((torch.uint8, (4099,)),)),
-    Case(name="three channels", tokens=(5, 8), num_channels=3),
-    Case(name="capacity 1", tokens=(1, 0, 1), capacity=1),
-    Case(name="capacity 37", tokens=(37, 36, 1), capacity=37, num_experts=7, top_k=2),
-    Case(name="three threads", tokens=(37, 20, 0), capacity=37, num_threads=3),
-    Case(
-        name="three threads, eight payloads",
-        tokens=(8, 5, 7),
-        num_threads=3,
-        extras=_SEVEN_EXTRAS,
-        routing="invalid",
-        top_k=7,
-    ),
-    *(
-        Case(
-            name=f"{dtype} {hidden_size}",
-            tokens=(8, 3, 5, 0),
-            dtype=dtype,
-            hidden_size=hidden_size,
-            top_k=8,
-            num_threads=num_threads,
-        )
-        for dtype in (torch.bfloat16, torch.float16)
-        for hidden_size, num_threads in ((64, 1), (77, 3))
-    ),
-)
-
-#: Every case with every recipe; the formats of combine take turns.
-RECIPE_CASES: tuple[Case, ...] = tuple(
-    with_formats(case, recipe, list(COMBINE_FORMATS)[(number + turn) % len(COMBINE_FORMATS)])
-    for number, case in enumerate(CASES)
-    for turn, recipe in enumerate(RECIPES)
-)
-
-#: Few of them, of one element type and top_k, so that a GPU's compiler has little to do: each
-#: recipe with one format of combine.
-CORE_RECIPE_CASES: tuple[Case, ...] = tuple(
-    with_formats(
-        dataclasses.replace(case, dtype=torch.bfloat16, top_k=8, num_channels=1),
-        recipe,
-        list(COMBINE_FORMATS)[turn % len(COMBINE_FORMATS)],
-    )
-    for case in CASES
-    if case.name
-    in {
-        "one rank",
-        "three ranks, all counts different",
-        "experts not divisible",
-        "duplicate experts",
-        "invalid ids",
-        "rows beyond one vector",
-        "eight payloads",
-        "capacity 37",
-    }
-    for turn, recipe in enumerate(RECIPES)
-)

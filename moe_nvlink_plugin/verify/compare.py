@@ -17,43 +17,57 @@ from __future__ import annotations
 import torch
 
 from moe_nvlink_plugin import reference
+from moe_nvlink_plugin.errors import MismatchError
 from moe_nvlink_plugin.recipes import combine_formats
-from tests.support import cases
-from tests.support.cases import (
+from moe_nvlink_plugin.verify import cases
+from moe_nvlink_plugin.verify.cases import (
     Case,
     Inputs,
     Seen,
     expert_rows,
     is_small,
-    make_inputs,
-    run_case,
 )
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes, flat uint8."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+def _require(holds: object, what: str) -> None:
+    if not holds:
+        raise MismatchError(what)
+
+
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    assert actual.shape == expected.shape, f"{what}: {actual.shape} instead of {expected.shape}"
-    assert actual.dtype == expected.dtype, f"{what}: {actual.dtype} instead of {expected.dtype}"
+    """Check that two tensors have the same shape, type and bits.
+
+    Raises:
+        MismatchError: names the first difference.
+    """
+    _require(actual.shape == expected.shape, f"{what}: {actual.shape} instead of {expected.shape}")
+    _require(actual.dtype == expected.dtype, f"{what}: {actual.dtype} instead of {expected.dtype}")
     differs = bits(actual) != bits(expected)
     if bool(differs.any()):
         index = int(differs.nonzero()[0]) // actual.dtype.itemsize
         place = torch.unravel_index(torch.tensor(index), actual.shape)
-        raise AssertionError(
+        raise MismatchError(
             f"{what}: first difference at {[int(i) for i in place]}: "
             f"{actual.reshape(-1)[index]} instead of {expected.reshape(-1)[index]}"
         )
 
 
 def assert_next_code(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """nvfp4's payloads: every code at most one away. uint8 are pairs of e2m1, others e4m3."""
-    assert actual.shape == expected.shape, f"{what}: {actual.shape} instead of {expected.shape}"
+    """Check nvfp4's payloads: every code at most one away. uint8 are pairs of e2m1, others e4m3.
+
+    Raises:
+        MismatchError: names the first code that is further away.
+    """
+    _require(actual.shape == expected.shape, f"{what}: {actual.shape} instead of {expected.shape}")
     far = (_ordinals(actual) - _ordinals(expected)).abs() > 1
     if bool(far.any()):
         place = far.nonzero()[0].tolist()
-        raise AssertionError(f"{what}: {int(far.sum())} codes are more than one away, at {place}")
+        raise MismatchError(f"{what}: {int(far.sum())} codes are more than one away, at {place}")
 
 
 def _ordinals(codes: torch.Tensor) -> torch.Tensor:
@@ -81,16 +95,53 @@ def check_received(
     near: bool = False,
     any_nan: bool = False,
 ) -> None:
-    """Every source's rows, each in the slot that the source recorded, and empty slots behind."""
+    """Check what all ranks received, as check_received_by does for one.
+
+    Raises:
+        MismatchError: names the ranks and the first difference.
+    """
+    slots = [rank.send_slots for rank in seen]
+    expected = expected_received(case, inputs)
+    for target, mine in enumerate(seen):
+        check_received_by(case, expected, target, mine, slots, near=near, any_nan=any_nan)
+
+
+def expected_received(case: Case, inputs: list[Inputs]) -> list[list[reference.ReceivedRows]]:
+    """Return `received[target][source]` of the reference, with rows in the format that travels."""
     inputs = cases.among_active(case, inputs)
-    ids = [rank.topk_ids for rank in inputs]
     payloads = [[rank.topk_weights, *_sent(case, rank), *rank.extras] for rank in inputs]
-    expected = reference.dispatch(case.config(0), ids, payloads)
-    for target, sources in enumerate(expected):
-        for source, rows in enumerate(sources):
-            what = f"{case.name}: rank {source} to rank {target}"
-            places = _check_slice(case, seen, target, source, rows, what)
-            _check_payloads(case, seen[target], places, rows, what, near=near, any_nan=any_nan)
+    return reference.dispatch(case.config(0), [rank.topk_ids for rank in inputs], payloads)
+
+
+def check_received_by(
+    case: Case,
+    expected: list[list[reference.ReceivedRows]],
+    target: int,
+    seen: Seen,
+    slots: list[torch.Tensor],
+    *,
+    near: bool = False,
+    any_nan: bool = False,
+) -> None:
+    """Check every source's rows at one rank, each in the slot that the source recorded. Local.
+
+    Args:
+        case: of the round.
+        expected: of expected_received.
+        target: the rank.
+        seen: what it got.
+        slots: every rank's send_slots, `[num_tokens, top_k]` int32, on the CPU.
+        near: nvfp4's codes may be one away.
+        any_nan: two NaN are equal among float32 scales.
+
+    Raises:
+        MismatchError: a count, a slot, an id, a weight or a bit of a row is wrong, or an empty slot
+            is not empty.
+    """
+    for source, rows in enumerate(expected[target]):
+        what = f"{case.name}: rank {source} to rank {target}"
+        places = _check_slice(case, seen, target, source, rows, slots[source], what)
+        _check_payloads(case, seen, places, rows, what, near=near, any_nan=any_nan)
 
 
 def _sent(case: Case, inputs: Inputs) -> list[torch.Tensor]:
@@ -101,31 +152,33 @@ def _sent(case: Case, inputs: Inputs) -> list[torch.Tensor]:
 
 def _check_slice(
     case: Case,
-    seen: list[Seen],
+    seen: Seen,
     target: int,
     source: int,
     rows: reference.ReceivedRows,
+    sent: torch.Tensor,
     what: str,
 ) -> list[int]:
-    """Counts, slots and ids; returns where the rows are."""
+    """Check counts, slots and ids; return where the rows are."""
     count = len(rows.tokens)
-    assert int(seen[target].recv_counts[source]) == count, what
-    slots = seen[source].send_slots[rows.tokens]
+    found = int(seen.recv_counts[source])
+    _require(found == count, f"{what}: {found} rows instead of {count}")
+    slots = sent[rows.tokens]
     here = (slots >= target * case.capacity) & (slots < (target + 1) * case.capacity)
-    assert here.sum(1).tolist() == [1] * count, f"{what}: one slot per token"
+    _require(here.sum(1).tolist() == [1] * count, f"{what}: not one slot for each token: {slots}")
     row_of_token = (slots[here] - target * case.capacity).tolist()
     # Filled from the front without gaps; in a small batch, or with one CTA, in the source's order.
-    assert sorted(row_of_token) == list(range(count)), f"{what}: slots {row_of_token}"
+    _require(sorted(row_of_token) == list(range(count)), f"{what}: slots {row_of_token}")
     if case.num_threads == 1 or is_small(case.config(target)):
-        assert row_of_token == sorted(row_of_token), f"{what}: order {row_of_token}"
+        _require(row_of_token == sorted(row_of_token), f"{what}: order {row_of_token}")
     first = source * case.capacity
     places = [first + row for row in row_of_token]
-    assert_same_bits(seen[target].topk_ids[places], rows.topk_ids.int(), f"{what}: ids")
+    assert_same_bits(seen.topk_ids[places], rows.topk_ids.int(), f"{what}: ids")
     empty = slice(first + count, first + case.capacity)
     absent = reference.absent_id(case.config(target), target)
-    assert bool((seen[target].topk_ids[empty] == absent).all()), f"{what}: empty slots"
+    _require((seen.topk_ids[empty] == absent).all(), f"{what}: ids of empty slots")
     if case.received_ids != "global":
-        weights = seen[target].payloads[0][empty]
+        weights = seen.payloads[0][empty]
         assert_same_bits(weights, torch.zeros_like(weights), f"{what}: weights of empty slots")
     return places
 
@@ -208,11 +261,44 @@ def one_nan(tensor: torch.Tensor) -> torch.Tensor:
 def check_combined(
     case: Case, inputs: list[Inputs], seen: list[Seen], *, near: bool = False
 ) -> None:
+    """Check every rank's sums.
+
+    Args:
+        case: of the round.
+        inputs: of all ranks.
+        seen: what all ranks got.
+        near: sums are those of the rows that were received, whose codes may be one away.
+
+    Raises:
+        MismatchError: names the rank and the first difference.
+    """
     for rank, mine in enumerate(cases.among_active(case, inputs)):
-        what = f"{case.name}: combined on rank {rank}"
         hidden = received_activations(case, seen, rank) if near else None
-        expected = expected_combined(case, mine, rank, hidden)
-        assert_same_bits(one_nan(seen[rank].combined), one_nan(expected), what)
+        check_combined_by(case, mine, rank, seen[rank], hidden)
+
+
+def check_combined_by(
+    case: Case,
+    inputs: Inputs,
+    rank: int,
+    seen: Seen,
+    hidden: list[torch.Tensor] | None = None,
+) -> None:
+    """Check one rank's sums. Local.
+
+    Args:
+        case: of the round.
+        inputs: of this rank, among active ranks.
+        rank: its number.
+        seen: what it got.
+        hidden: as expected_combined has it.
+
+    Raises:
+        MismatchError: names the rank and the first difference.
+    """
+    expected = expected_combined(case, inputs, rank, hidden)
+    what = f"{case.name}: combined on rank {rank}"
+    assert_same_bits(one_nan(seen.combined), one_nan(expected), what)
 
 
 def nothing(case: Case, like: Seen) -> Seen:
@@ -232,16 +318,4 @@ def check_slots(case: Case, inputs: list[Inputs], seen: list[Seen]) -> None:
         table = reference.target_ranks(mine.topk_ids, case.num_experts, case.ep_size)
         targets = seen[rank].send_slots.div(case.capacity, rounding_mode="floor").tolist()
         wanted = [[-1 if target is None else target for target in row] for row in table]
-        assert targets == wanted, f"{case.name}: targets of rank {rank}"
-
-
-def check_case(case: Case, rounds: int = 2) -> None:
-    inputs = make_inputs(case)
-    results = run_case(case, rounds)
-    for seen in results:
-        check_slots(case, inputs, seen)
-        check_received(case, inputs, seen)
-        check_combined(case, inputs, seen)
-    for rank, first in enumerate(results[0]):
-        for later in results[1:]:
-            assert_same_bits(later[rank].combined, first.combined, f"{case.name}: a second run")
+        _require(targets == wanted, f"{case.name}: targets of rank {rank}")

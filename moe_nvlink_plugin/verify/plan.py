@@ -1,0 +1,160 @@
+"""Which checks `moe-nvlink verify` runs for a geometry."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from moe_nvlink_plugin import HeadConfig
+from moe_nvlink_plugin.config import MAX_SMALL_TOKENS
+
+from .cases import COMBINE_FORMATS, RECIPES, Case, with_formats
+from .checks import Check, Head, Rounds
+
+#: Rows of the vocabulary for each rank of the head's check. The kernels know no other size of it.
+_VOCABULARY = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """What the checks and the table take from the user's model.
+
+    Attributes:
+        ep_size: ranks.
+        num_experts: routed experts over all ranks.
+        top_k: expert ids of a token.
+        hidden_size: elements of a row.
+        max_tokens: most tokens of a rank in the checks with the kernels for large batches.
+        dtype: of activations.
+        timeout_s: seconds that a rank waits for another one.
+    """
+
+    ep_size: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    max_tokens: int
+    dtype: torch.dtype = torch.bfloat16
+    timeout_s: float = 20.0
+
+    def case(self, name: str, capacity: int, device: torch.device) -> Case:
+        """Return a case of this geometry."""
+        return Case(
+            name=name,
+            tokens=(capacity,) * self.ep_size,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            hidden_size=self.hidden_size,
+            capacity=capacity,
+            dtype=self.dtype,
+            routing="invalid",
+            timeout_s=self.timeout_s,
+            # Large batches keep a source's order with one CTA only, and a GPU takes many.
+            num_threads=1 if device.type == "cpu" else 2,
+        )
+
+
+def plan(geometry: Geometry, device: torch.device, *, quick: bool) -> list[Check]:
+    """Return the checks, the quickest sign of trouble first. Local; equal on every rank."""
+    large = geometry.case("large batches", geometry.max_tokens, device)
+    tokens = min(16, geometry.max_tokens, MAX_SMALL_TOKENS)
+    small = dataclasses.replace(geometry.case("small batches", tokens, device), small=True)
+    checks = [
+        Rounds(name="large batches", case=large, rounds=6),
+        Rounds(name="small batches", case=small, rounds=12),
+        Rounds(
+            name="large and small in turn",
+            case=large,
+            rounds=12,
+            small_tokens=tokens,
+            bounds=(geometry.max_tokens, tokens, max(tokens // 2, 1)),
+        ),
+    ]
+    if device.type == "cuda":
+        checks += _on_gpus(large, small)
+    if not quick:
+        checks += [*_formats(large, small), *_arguments(large, small), *_ways(large, small)]
+    return [*checks, *_heads(geometry)]
+
+
+def _on_gpus(large: Case, small: Case) -> Iterator[Rounds]:
+    for case in (large, small):
+        yield Rounds(name=f"{case.name}, CUDA graph", case=case, rounds=12, captured=True)
+        yield Rounds(name=f"{case.name}, without PDL", case=case, rounds=6, pdl=False)
+
+
+def unsuited(geometry: Geometry) -> list[str]:
+    """Return the formats whose blocks do not divide a row of the geometry, which no check has."""
+    blocks = {f"recipe {name}": block for name, block in RECIPES.items()}
+    blocks |= {f"combine {name}": block for name, block in COMBINE_FORMATS.items()}
+    return [name for name, block in blocks.items() if geometry.hidden_size % block]
+
+
+def _formats(large: Case, small: Case) -> Iterator[Rounds]:
+    """Yield each recipe with each kind of kernel; the formats of combine take turns."""
+    hidden_size = large.hidden_size
+    backs = [name for name, block in COMBINE_FORMATS.items() if hidden_size % block == 0]
+    recipes = [name for name, block in RECIPES.items() if hidden_size % block == 0]
+    pairs = [(recipe, backs[turn % len(backs)]) for turn, recipe in enumerate(recipes)]
+    for recipe, back in [*pairs, *((None, back) for back in backs[1:])]:
+        for case in (large, small):
+            formatted = with_formats(case, recipe, back)
+            yield Rounds(name=formatted.name, case=formatted, rounds=3)
+
+
+def _arguments(large: Case, small: Case) -> Iterator[Rounds]:
+    """Yield what frameworks ask for beside rows."""
+    for case in (large, small):
+        yield Rounds(
+            name=f"{case.name}, ids elsewhere, padding, sums added to",
+            case=dataclasses.replace(case, received_ids="elsewhere", add="apart", scale=2.5),
+            rounds=4,
+            padded=True,
+        )
+        yield Rounds(
+            name=f"{case.name}, local ids, extra payloads",
+            case=dataclasses.replace(
+                case,
+                received_ids="local",
+                extras=((torch.uint8, (12,)), (torch.bfloat16, (6,)), (torch.int64, (1,))),
+            ),
+            rounds=4,
+        )
+        yield Rounds(
+            name=f"{case.name}, one rank left out",
+            case=dataclasses.replace(case, left_out=(case.ep_size - 1,)),
+            rounds=4,
+        )
+
+
+def _ways(large: Case, small: Case) -> Iterator[Rounds]:
+    """Yield other ways to call, and ranks that are late or busy."""
+    for case in (large, small):
+        yield Rounds(
+            name=f"{case.name}, 3 channels",
+            case=dataclasses.replace(case, num_channels=3),
+            rounds=9,
+        )
+        yield Rounds(name=f"{case.name}, beside the caller", case=case, rounds=6, beside=True)
+        yield Rounds(name=f"{case.name}, late ranks", case=case, rounds=20, late=True)
+        yield Rounds(name=f"{case.name}, busy device", case=case, rounds=10, loaded=True)
+
+
+def _heads(geometry: Geometry) -> Iterator[Head]:
+    for rows in (3, 70):
+        yield Head(
+            name=f"shared LM head, up to {rows} rows",
+            config=HeadConfig(
+                tp_size=geometry.ep_size,
+                tp_rank=0,
+                vocab_size=_VOCABULARY * geometry.ep_size - 5,
+                hidden_size=geometry.hidden_size,
+                max_rows_per_rank=rows,
+                dtype=geometry.dtype,
+                full_logits=True,
+                timeout_s=geometry.timeout_s,
+            ),
+            rounds=4,
+        )

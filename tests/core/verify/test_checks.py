@@ -1,0 +1,142 @@
+"""Faults that are planted into the kernels, and what the checks of verify say of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from moe_nvlink_plugin.exchange.kernels import LAYER
+from moe_nvlink_plugin.jit import host
+from moe_nvlink_plugin.lm_head.kernels import HEAD
+from moe_nvlink_plugin.testing import run_ranks
+from moe_nvlink_plugin.verify.cases import RECIPES
+from moe_nvlink_plugin.verify.checks import Check, Head, Rounds
+from moe_nvlink_plugin.verify.plan import Geometry, plan, unsuited
+from tests.support.delays import replace_once
+
+CPU = torch.device("cpu")
+GEOMETRY = Geometry(
+    ep_size=3, num_experts=9, top_k=4, hidden_size=384, max_tokens=12, timeout_s=60.0
+)
+
+
+def outcomes(check: Check) -> list[str]:
+    """What is wrong on each rank; every rank has said the same."""
+    told = run_ranks(GEOMETRY.ep_size, lambda group: check.run(group, CPU))
+    assert all(one == told[0] for one in told)
+    return told[0]
+
+
+def named(name: str, **changes: object) -> Rounds:
+    """A check of the plan, with changes to its case."""
+    (check,) = (check for check in plan(GEOMETRY, CPU, quick=False) if check.name == name)
+    assert isinstance(check, Rounds)
+    return dataclasses.replace(check, case=dataclasses.replace(check.case, **changes))
+
+
+def test_the_whole_plan_holds() -> None:
+    checks = plan(GEOMETRY, CPU, quick=False)
+    assert len({check.name for check in checks}) == len(checks)
+    wrong = {check.name: outcomes(check) for check in checks}
+    assert all(not any(of_check) for of_check in wrong.values()), wrong
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_few_ranks(size: int) -> None:
+    geometry = dataclasses.replace(GEOMETRY, ep_size=size)
+    for check in plan(geometry, CPU, quick=True):
+        assert (
+            run_ranks(size, lambda group, check=check: check.run(group, CPU))
+            == [[""] * size] * size
+        )
+
+
+def test_every_recipe_is_in_the_plan() -> None:
+    """And those that the rows do not suit are not."""
+    found = {
+        (check.case.recipe, check.case.small)
+        for check in plan(GEOMETRY, CPU, quick=False)
+        if isinstance(check, Rounds)
+    }
+    assert found == {(recipe, small) for recipe in (None, *RECIPES) for small in (False, True)}
+    odd = dataclasses.replace(GEOMETRY, hidden_size=96)
+    recipes = {
+        check.case.recipe for check in plan(odd, CPU, quick=False) if isinstance(check, Rounds)
+    }
+    assert recipes == {None, *RECIPES} - {"fp8_block", "fp8_block_pow2"}
+    assert unsuited(odd) == ["recipe fp8_block", "recipe fp8_block_pow2", "combine fp8_block"]
+
+
+#: What is planted -> the check, the line of the kernels, what stands there instead, and what the
+#: check must say.
+FAULTS = {
+    "a dropped row": (
+        "large batches",
+        "pack_cell(shared.epoch, count, tag)",
+        "pack_cell(shared.epoch, count == 0 ? 0 : count - 1, tag)",
+        r"round \d+: large batches: rank \d to rank \d: \d+ rows instead of \d+",
+    ),
+    "rows in each other's slots": (
+        "large batches",
+        "static_cast<uint64_t>(row) * payload.row_bytes));\n      present = place + 1;",
+        "static_cast<uint64_t>(row ^ 1) * payload.row_bytes));\n      present = place + 1;",
+        r"rank \d to rank \d: payload \d: first difference at \[\d+, \d+\]",
+    ),
+    "a cell of the epoch before": (
+        "large batches",
+        "pack_cell(shared.epoch, count, tag)",
+        "pack_cell(shared.epoch - 1, count, tag)",
+        r"ExchangeTimeoutError: .*dispatch",
+    ),
+    "scales in each other's place": (
+        "large batches, fp8_block",
+        "target.store_scales(place / Count / kLanes *",
+        "target.store_scales((place / Count / kLanes ^ 1) *",
+        r"rank \d to rank \d: payload 2: first difference",
+    ),
+    "small batches in another order": (
+        "small batches",
+        "counts[turn] && tokens[turn].has",
+        "counts[turn] && !tokens[turn].has",
+        r"round \d+: small batches: rank \d to rank \d: ",
+    ),
+    "an id that is not here": (
+        "small batches, local ids, extra payloads",
+        "const bool keeps = received.keeps(args, id);",
+        "const bool keeps = true;",
+        r"rank \d to rank \d: ids: first difference",
+    ),
+    "a sum that is not scaled": (
+        "large batches, ids elsewhere, padding, sums added to",
+        "sums[0][i] *= work.finish.scale;",
+        "sums[0][i] *= 1.0f;",
+        r"combined on rank \d: first difference",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, line, instead, said = FAULTS[fault]
+    text = replace_once(LAYER.host_source(), line, instead)
+    library = host.HostLibrary(host.build(text, (*host.FLAGS, "-O0")))
+    monkeypatch.setattr(host, "load", lambda _text: library)
+    timeout_s = 1.0 if "Timeout" in said else 60.0
+    wrong = outcomes(named(name, timeout_s=timeout_s))
+    assert any(re.search(said, message) for message in wrong), wrong
+
+
+def test_a_fault_of_the_head_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least ids of a shard are left out."""
+    line, instead = "words + place * kMaxHeadSplits + split, word", "words + place, word + 1"
+    text = replace_once(HEAD.host_source(), line, instead)
+    library = host.HostLibrary(host.build(text, (*host.FLAGS, "-O0")))
+    monkeypatch.setattr(host, "load", lambda _text: library)
+    (check, *_others) = (c for c in plan(GEOMETRY, CPU, quick=True) if isinstance(c, Head))
+    assert any(
+        re.search(r"shared LM head, up to 3 rows, call \d, rank \d: first difference", message)
+        for message in outcomes(check)
+    )
