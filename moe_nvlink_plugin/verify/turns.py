@@ -13,7 +13,6 @@ import torch.distributed as dist
 from .ways import Way
 
 LEAST_ITERATIONS = 5
-_WARMUP = 2
 
 #: Ranks begin together this long after they have met: a barrier lets them go one after the other,
 #: and the threads of gloo still work then.
@@ -61,11 +60,14 @@ class Clock:
 
 
 def iterations(ways: Mapping[str, Way], clock: Clock, group: dist.ProcessGroup, due: float) -> int:
-    """Return how often each way can run until `due`, equal on all ranks. Collective."""
+    """Return how often each way can run until `due`, equal on all ranks. Collective.
+
+    It runs each once, to see how long that takes.
+    """
     started = time.monotonic()
-    in_turns(ways, clock, _WARMUP)
+    in_turns(ways, clock, 1)
     now = time.monotonic()
-    left, cost = agreed(group, dist.ReduceOp.MIN, due - now, (started - now) / _WARMUP)
+    left, cost = agreed(group, dist.ReduceOp.MIN, due - now, started - now)
     return max(LEAST_ITERATIONS, int(left / -cost))
 
 
