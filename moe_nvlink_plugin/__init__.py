@@ -20,10 +20,11 @@ A shared LM head takes the same path from lm_head/: HeadGroup, sharded_argmax an
 (group.py), its three kernels (kernels.py), and the rule that estimates when sharing pays (cost.py).
 A new kernel is one .cu file, one argument struct in args.h, one Kernel, and its caller.
 
-Five folders serve them. memory/ says what lies where in symmetric memory and what a kernel reports
+Six folders serve them. memory/ says what lies where in symmetric memory and what a kernel reports
 there. transport/ says how peers reach that memory. jit/ makes machine code from kernels/ and keeps
 it. recipes/ say what travels, there and back. plugins/ find recipes and transports, and try whether
-a transport connects ranks. tools/ serves the shell: the command `moe-nvlink` with its doctor,
+a transport connects ranks. verify/ holds rounds to the reference: self_check, and what `moe-nvlink
+verify` runs and times. tools/ serves the shell: the command `moe-nvlink` with its doctor, verify,
 precompile and top.
 
 The doorway, which every module may use: config.py (AllToAllConfig), errors.py, env.py,
@@ -31,7 +32,8 @@ frameworks.py (what adapters tell our tools), groups.py (the collective steps of
 (calls of the CUDA driver), reference.py (the same verbs in plain torch) and testing.py.
 
 Knowledge goes one way: doorway <- recipes, transport, jit <- memory, plugins <- launch <- exchange,
-lm_head <- integration/common <- integration/vllm. A test reads these arrows off the source.
+lm_head <- verify <- integration/common <- integration/vllm. A test reads these arrows off the
+source.
 
 `import moe_nvlink_plugin` is cheap and needs no torch: Python imports each name below when it is
 first used.
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from .memory.workspace import ExchangeStats
     from .plugins.registry import check_connected
     from .recipes import QuantisingRecipe
+    from .verify.self_check import self_check
 
 _HOMES = {
     "AllToAllConfig": "config",
@@ -68,6 +71,7 @@ _HOMES = {
     "check_connected": "plugins.registry",
     "local_expert_range": "config",
     "rank_mask": "exchange.rank_masks",
+    "self_check": "verify.self_check",
     "sharded_argmax": "lm_head.group",
     "sharded_logits": "lm_head.group",
 }
@@ -86,6 +90,7 @@ __all__ = [
     "check_connected",
     "local_expert_range",
     "rank_mask",
+    "self_check",
     "sharded_argmax",
     "sharded_logits",
 ]

@@ -39,6 +39,9 @@ RECEIVED_IDS = ("global", "elsewhere", "local")
 #: How the scales of received rows may lie -> bytes that a scale then has; None: any number.
 SCALES_LAYOUTS = {"linear": None, "interleaved": 1, "column_major": 4}
 
+#: How thorough self_check is.
+SELF_CHECKS = ("quick", "full", "off")
+
 #: Activation types that combine can reduce and write.
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

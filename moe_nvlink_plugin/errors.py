@@ -63,6 +63,13 @@ class MismatchError(MoeNvlinkError, AssertionError):
     """
 
 
+class SelfCheckError(MoeNvlinkError):
+    """Rounds on these ranks failed, or differ from the reference. Raised alike on every rank.
+
+    The message names the check, the ranks, and what each of them found.
+    """
+
+
 class UnsupportedError(MoeNvlinkError):
     """A valid request is not available here. The message says what to use instead."""
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from moe_nvlink_plugin import env
-from moe_nvlink_plugin.config import COMBINE_FORMATS
+from moe_nvlink_plugin.config import COMBINE_FORMATS, SELF_CHECKS
 from moe_nvlink_plugin.errors import ConfigError
 
 AUTO = "auto"
@@ -63,7 +63,9 @@ class Options(NamedTuple):
             MTP draft; 1: none share. "auto": decided step by step by the rule of lm_head/cost.py.
         overlap_shared_experts: whether combine runs beside the shared experts, and not after them.
         fallback: name of the framework's own exchange, with which the ranks go on if no transport
-            connects them; None: they stop.
+            connects them, or if the self-check fails; None: they stop.
+        self_check: rounds that the ranks hold to the reference when the server starts: "quick",
+            "full" or "off".
     """
 
     dispatch: str = AUTO
@@ -73,6 +75,7 @@ class Options(NamedTuple):
     mtp_lm_head_tp_size: int | str = 1
     overlap_shared_experts: bool = False
     fallback: str | None = None
+    self_check: str = SELF_CHECKS[0]
 
     @property
     def shares_lm_head(self) -> bool:
@@ -83,7 +86,11 @@ class Options(NamedTuple):
 #: Name of the option. If only its variable is set and there is no draft, that is no error.
 MTP_LM_HEAD = "mtp_lm_head_tp_size"
 
-_ALLOWED = {"combine": COMBINE_FORMATS, "quantise": (FUSED, FRAMEWORK)}
+_ALLOWED = {
+    "combine": COMBINE_FORMATS,
+    "quantise": (FUSED, FRAMEWORK),
+    "self_check": SELF_CHECKS,
+}
 
 
 def read(given: Any, wording: Wording) -> Options:

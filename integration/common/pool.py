@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, env
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, env, self_check
 from moe_nvlink_plugin.errors import MoeNvlinkError
 
 from .agreement import Geometry, Proposal, Ranks
@@ -51,6 +51,7 @@ class ExchangePool:
         options: what the user chose.
         name: tells the pools of one worker apart in the names of the counters' files.
         holds_startup: whether the adapter calls `end_startup`.
+        checks_itself: whether the first exchange comes after a self-check of its configuration.
         more_stats: returns further keys of the counters' file; waits for no launch.
         publication: where the counters go beside their file; the pool closes it.
     """
@@ -63,6 +64,7 @@ class ExchangePool:
         *,
         name: str = "",
         holds_startup: bool = False,
+        checks_itself: bool = False,
         more_stats: Callable[[], Mapping[str, object]] = dict,
         publication: Publication | None = None,
     ) -> None:
@@ -71,6 +73,7 @@ class ExchangePool:
         #: Whether the rank's tokens are dummies; see `idling`.
         self.is_idle = False
         self._holds_startup = holds_startup
+        self._checks_itself = checks_itself
         self._more_stats, self._publication = more_stats, publication
         self._exchanges: dict[Geometry, MoeAllToAll] = {}
         #: Scales that the user named, on the device, with their values.
@@ -98,15 +101,17 @@ class ExchangePool:
         """Return the exchange for a geometry; create it on first use. Collective if it is new.
 
         All exchanges share one workspace, which grows for a new geometry. Raises as
-        `MoeAllToAll.create`.
+        `MoeAllToAll.create` and `self_check`.
         """
         if geometry in self._exchanges:
             return self._exchanges[geometry]
         first = next(iter(self._exchanges.values()), None)
         self.ranks.meet()
-        created = MoeAllToAll.create(
-            self.config(geometry), self.ranks.group, self.device, share_with=first
-        )
+        config = self.config(geometry)
+        if first is None and self._checks_itself:
+            level = self.options.self_check
+            self_check(config, self.ranks.group, self.device, level=level)
+        created = MoeAllToAll.create(config, self.ranks.group, self.device, share_with=first)
         self._exchanges[geometry] = created
         if first is None:
             self._begin(created)

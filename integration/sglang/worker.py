@@ -57,7 +57,9 @@ def pool(name: str | None = None) -> ExchangePool:
     if name not in _pools:
         here = _here()
         label = "" if name == TARGET else name
-        _pools[name] = ExchangePool(here.ranks, here.device, here.options, name=label)
+        _pools[name] = ExchangePool(
+            here.ranks, here.device, here.options, name=label, checks_itself=True
+        )
     return _pools[name]
 
 

@@ -278,7 +278,9 @@ def _load(device: torch.device) -> Iterator[None]:
     def multiply() -> None:
         size = 4096 if device.type == "cuda" else 256
         matrix = torch.ones((size, size), device=device)
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        stream = None
+        if device.type == "cuda":
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         while not ends.is_set():
             with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
                 torch.mm(matrix, matrix)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from moe_nvlink_plugin import check_connected
-from moe_nvlink_plugin.errors import MoeNvlinkError, PeerError, UnsupportedError
+from moe_nvlink_plugin import AllToAllConfig, check_connected, self_check
+from moe_nvlink_plugin.errors import MoeNvlinkError, PeerError, SelfCheckError, UnsupportedError
 from moe_nvlink_plugin.integration.common.agreement import Ranks
-from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.common.options import AUTO, UNQUANTISED, Options
 from moe_nvlink_plugin.integration.vllm import metrics
 from moe_nvlink_plugin.integration.vllm.backend import CARRIER, selected_here
 from moe_nvlink_plugin.integration.vllm.balancing import eplb
@@ -36,15 +36,16 @@ def attach(communicator: Any, device: torch.device) -> None:
     """Replace the all-to-all manager of an EP communicator by ours, if the flag asks for it.
 
     Collective over the communicator's group if the flag asks for it. If no transport connects the
-    ranks and the option `fallback` is set, vLLM's manager stays on all ranks, and vLLM serves as
-    without us.
+    ranks, or their self-check fails, and the option `fallback` is set, vLLM's manager stays on all
+    ranks, and vLLM serves as without us.
 
     Args:
         communicator: the communicator.
         device: where this rank's layers work.
 
     Raises:
-        UnsupportedError: this vLLM lacks a name that we need, or no transport connects the ranks.
+        UnsupportedError: this vLLM lacks a name that we need, no transport connects the ranks, or
+            their self-check has failed.
         ConfigError: an option is unknown or has a value that is not allowed.
         DisagreementError: ranks compile or capture different sizes.
     """
@@ -57,7 +58,7 @@ def attach(communicator: Any, device: torch.device) -> None:
 
     vllm_config = get_current_vllm_config_or_none()
     options = options_of(vllm_config)
-    if not _can_exchange(communicator.cpu_group, device, options):
+    if not _can_exchange(communicator.cpu_group, device, options, vllm_config):
         return
     shares_head = drafts.shares_head(vllm_config, options)
     # Checked before our modules import these names.
@@ -111,31 +112,59 @@ def why_apart(ranks: Ranks, device: torch.device) -> str:
     return problems[0].removeprefix(_PEER) if problems else ""
 
 
-def _can_exchange(group: Any, device: torch.device, options: Options) -> bool:
+def _can_exchange(group: Any, device: torch.device, options: Options, vllm_config: Any) -> bool:
     """Return whether the ranks use our exchange; False: all of them fall back. Collective.
 
     Raises:
-        UnsupportedError: no transport connects the ranks, and a rank has no `fallback`; raised on
-            every rank.
+        UnsupportedError: no transport connects the ranks or their self-check fails, and a rank has
+            no `fallback`; raised on every rank.
     """
     ranks = Ranks(group, group.rank(), group.size(), WORDING)
-    problem = why_apart(ranks, device)
-    if not problem:
+    apart = why_apart(ranks, device)
+    wrong = "" if apart else why_wrong(ranks, device, options, vllm_config)
+    if not apart and not wrong:
         return True
+    problem = f"no transport connects the ranks: {apart}" if apart else wrong
     chosen = ranks.gather(options.fallback)
     without = [rank for rank, fallback in enumerate(chosen) if fallback is None]
     if without:
         is_part = len(without) < ranks.size
         some = f" Ranks {without} are without `fallback`." if is_part else ""
         raise UnsupportedError(
-            f"{WORDING.flag}: no transport connects the ranks: {problem}. Drop the flag"
+            f"{WORDING.flag}: {problem}. Drop the flag"
             + ("." if device.type == "cpu" else f", or add {_FALL_BACK} on all ranks.")
+            + ("" if apart else " `moe-nvlink verify` shows more; please report what it writes.")
             + some
         )
     if ranks.rank == 0:
         logger.warning(
-            "No transport connects the ranks, so all of them go on with vLLM's own %s, as %s "
-            "allows: %s",
+            "All ranks go on with vLLM's own %s, as %s allows, because %s",
             *(options.fallback, WORDING.options, problem),
         )
     return False
+
+
+def why_wrong(ranks: Ranks, device: torch.device, options: Options, vllm_config: Any) -> str:
+    """Return what is wrong in rounds of the model's geometry; "" if nothing is. Collective."""
+    model = vllm_config.model_config
+    levels = ranks.gather(options.self_check)
+    if len(set(levels)) > 1:
+        return f"{WORDING.options}: the ranks have different values of self_check: {levels}"
+    if model is None:
+        return ""
+    config = AllToAllConfig(
+        ep_size=ranks.size,
+        ep_rank=ranks.rank,
+        num_experts=max(model.get_num_experts(), ranks.size),
+        top_k=model.get_num_experts_per_tok(),
+        hidden_size=model.get_hidden_size(),
+        max_tokens_per_rank=vllm_config.scheduler_config.max_num_batched_tokens,
+        dtype=model.dtype,
+        recipe=None if options.dispatch in (AUTO, UNQUANTISED) else options.dispatch,
+        combine=options.combine,
+    )
+    try:
+        self_check(config, ranks.group, device, level=options.self_check)
+    except SelfCheckError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,110 @@
+"""A few rounds against the reference, before a server loads weights."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+from moe_nvlink_plugin.config import SELF_CHECKS, AllToAllConfig
+from moe_nvlink_plugin.errors import ConfigError, SelfCheckError
+from moe_nvlink_plugin.groups import as_group
+
+from .cases import RECIPES, with_formats
+from .checks import Check, Rounds
+from .plan import Geometry, plan
+
+#: Most tokens of a rank: in a quick check, and in a full one.
+_QUICK_TOKENS, _FULL_TOKENS = 16, 64
+
+logger = logging.getLogger(__name__)
+
+
+def self_check(
+    config: AllToAllConfig,
+    group: Any,
+    device: torch.device | str = "cpu",
+    *,
+    level: str = "quick",
+) -> None:
+    """Run rounds of a layer's geometry and hold every bit to the reference. Collective.
+
+    It is not capturable, and leaves nothing behind: its exchanges have their own memory, for at
+    most 64 tokens of a rank, and give it back. It takes far less than 2 s on CPU ranks, and on GPUs
+    as long as the kernels compile that the layer needs too.
+
+    Args:
+        config: of the layer: ranks, experts, top_k, hidden_size, dtype, and the formats that
+            travel. Equal on every rank, `ep_rank` apart.
+        group: as `MoeAllToAll.create` takes it.
+        device: where the tensors live.
+        level: "quick": rounds of the kernels that the layer launches, with its formats. "full":
+            all checks of `moe-nvlink verify`. "off": none.
+
+    Raises:
+        SelfCheckError: on every rank: a rank failed, or found other bits than the reference.
+        ConfigError: `level` is none of these.
+        PeerError: a rank did not come.
+    """
+    if level not in SELF_CHECKS:
+        raise ConfigError(f"level={level!r} is not one of {', '.join(SELF_CHECKS)}")
+    if level == "off":
+        return
+    start, here = time.monotonic(), torch.device(device)
+    ranks = as_group(group, config.first_timeout_s or _timeout_s(config))
+    checks = _checks(config, here, is_full=level == "full")
+    for check in checks:
+        wrong = check.run(ranks, here)
+        told = [f"rank {rank}: {error}" for rank, error in enumerate(wrong) if error]
+        if told:
+            raise SelfCheckError(f"the self-check ({check.name}) failed: {'; '.join(told)}")
+    logger.info(
+        "Self-check of rank %d: %d rounds as the reference has them, in %.1f s",
+        ranks.rank,
+        sum(check.rounds for check in checks),
+        time.monotonic() - start,
+    )
+
+
+def _checks(config: AllToAllConfig, device: torch.device, *, is_full: bool) -> list[Check]:
+    """Return the checks of a layer's geometry. Local; equal on every rank."""
+    most = _FULL_TOKENS if is_full else _QUICK_TOKENS
+    geometry = Geometry(
+        ep_size=config.ep_size,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        hidden_size=config.hidden_size,
+        max_tokens=min(most, config.max_tokens_per_rank),
+        dtype=config.dtype,
+        timeout_s=_timeout_s(config),
+    )
+    if is_full:
+        return plan(geometry, device, quick=False)
+    return _quick(geometry, config, device)
+
+
+def _timeout_s(config: AllToAllConfig) -> float:
+    """Return how long a rank waits for another one in a round, in seconds."""
+    assert config.timeout_s is not None  # AllToAllConfig has filled it in
+    return config.timeout_s
+
+
+def _quick(geometry: Geometry, config: AllToAllConfig, device: torch.device) -> list[Check]:
+    """Return rounds of the kernels that the layer launches, with its formats."""
+    checks: list[Check] = []
+    combine = config.combine or "bf16"
+    formats: list[tuple[str | None, str]] = [(None, combine)]
+    if config.recipe in RECIPES:
+        formats.append((config.recipe, combine))
+    # CPU ranks do not use the kernels for small batches unless they are told to.
+    uses_small = device.type == "cuda" or bool(config.small_tokens)
+    for recipe, back in formats:
+        for small_tokens in (0, geometry.max_tokens) if uses_small else (0,):
+            kind = "small batches" if small_tokens else "large batches"
+            case = with_formats(geometry.case(kind, geometry.max_tokens, device), recipe, back)
+            rounds = Rounds(name=case.name, case=case, rounds=3, small_tokens=small_tokens)
+            if case.hidden_size == geometry.hidden_size:
+                checks.append(rounds)
+    return checks
