@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -52,6 +53,22 @@ HOST_DEFAULTS: dict[str, Callable[[], object]] = {
     "num_threads": env.host_threads,
     "max_sms": env.max_sms,
 }
+
+
+def check_kind(config: object, kind: type[Any]) -> None:
+    """Check that a configuration is one of its kind. Local.
+
+    Raises:
+        ConfigError: it is another object.
+    """
+    if isinstance(config, kind):
+        return
+    name = kind.__name__
+    values = "**config" if isinstance(config, dict) else "..."
+    raise ConfigError(
+        f"config={reprlib.repr(config)} is a {type(config).__name__}, not of class {name}; pass "
+        f"{name}({values})"
+    )
 
 
 def fill_defaults(config: object, **defaults: Callable[[], object]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from moe_nvlink_plugin import plugins
-from moe_nvlink_plugin.config import AllToAllConfig
+from moe_nvlink_plugin.config import AllToAllConfig, check_kind
 from moe_nvlink_plugin.errors import (
     ConfigError,
     ExchangeStateError,
@@ -105,6 +105,7 @@ class MoeAllToAll:
             ConfigError: the recipe is unknown; or the recipe, its scales' layout or the format of
                 combine does not suit the configuration.
         """
+        check_kind(config, AllToAllConfig)
         recipe = plugins.find_recipe(config)
         sizes.payload_rows(config, recipe)
         sizes.quantised_combine_rows(config)
@@ -138,6 +139,7 @@ class MoeAllToAll:
             TransportError, CompileError: this rank could not get its memory or its kernels.
             PeerError: another rank failed, or did not arrive. Nothing of this call remains.
         """
+        check_kind(config, AllToAllConfig)
         if share_with is not None:
             _check_complete(share_with)
         # Nothing of this rank's has run yet, so start-up's limit holds.
@@ -256,9 +258,14 @@ class MoeAllToAll:
             active_ranks,
             expert_counts,
         )
-        if not torch.compiler.is_compiling() and not ops.are_seen(call):
-            return layer.dispatch(call)
-        return ops.dispatched(layer, call, bound)
+        if torch.compiler.is_compiling():
+            return ops.dispatched(layer, call, bound)
+        try:
+            seen = ops.are_seen(call)
+            return ops.dispatched(layer, call, bound) if seen else layer.dispatch(call)
+        except RuntimeError:  # torch's
+            checks.dense_tensors(call)
+            raise
 
     @_begun_by(dispatch)
     def dispatch_async(self, **given: Any) -> InFlight[Dispatched]:
@@ -280,7 +287,12 @@ class MoeAllToAll:
                 still runs beside its caller.
         """
         given["extra_payloads"] = checks.sequence_of(given["extra_payloads"])
-        return self._layer.dispatch_async(Dispatch(handle=self._layer.handle, **given))
+        call = Dispatch(handle=self._layer.handle, **given)
+        try:
+            return self._layer.dispatch_async(call)
+        except RuntimeError:
+            checks.dense_tensors(call)
+            raise
 
     def combine_input(
         self,
@@ -389,9 +401,13 @@ class MoeAllToAll:
             add,
             scale,
         )
-        if not is_compiling and not ops.are_seen(call):
-            return layer.combine(call)
-        return ops.combined(layer, call)
+        if is_compiling:
+            return ops.combined(layer, call)
+        try:
+            return ops.combined(layer, call) if ops.are_seen(call) else layer.combine(call)
+        except RuntimeError:
+            checks.dense_tensors(call)
+            raise
 
     @_begun_by(combine)
     def combine_async(self, metadata: DispatchMetadata, **given: Any) -> InFlight[torch.Tensor]:
@@ -411,9 +427,12 @@ class MoeAllToAll:
         layer = self._layer
         layer.check_metadata(metadata)
         slots, channel = metadata.send_slots, metadata.channel
-        return layer.combine_async(
-            Combine(send_slots=slots, handle=layer.handle, channel=channel, **given)
-        )
+        call = Combine(send_slots=slots, handle=layer.handle, channel=channel, **given)
+        try:
+            return layer.combine_async(call)
+        except RuntimeError:
+            checks.dense_tensors(call)
+            raise
 
     def synchronize(self) -> None:
         """Wait for this thread's stream and raise the error of a verb that failed. Local.

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from moe_nvlink_plugin.errors import ConfigError, InputError
 from moe_nvlink_plugin.memory.tensors import (
+    check_dense,
     check_device,
     check_no_gradient,
     check_outside,
@@ -115,6 +116,19 @@ def no_tensor(name: str, value: object) -> InputError:
     more = "; rank_mask(ranks, ep_size) makes one" if name == "active_ranks" else ""
     shown = reprlib.repr(value)  # an array's text may have thousands of lines
     return InputError(f"{name}={shown} is a {type(value).__name__}, not a tensor{more}")
+
+
+def dense_tensors(call: Dispatch | Combine) -> None:
+    """Check the tensors of a call in which torch raised an error of its own.
+
+    The checks of each call do not ask for it: torch refuses a part of what they do ask.
+
+    Raises:
+        InputError: one is sparse or nested; names it.
+    """
+    for name, value in named_tensors(call):
+        if isinstance(value, torch.Tensor):
+            check_dense(name, value)
 
 
 def no_gradient(call: Dispatch | Combine) -> None:

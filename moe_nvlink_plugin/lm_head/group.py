@@ -9,16 +9,18 @@ its part of the vocabulary, and each rank gets the results of its own rows. A ra
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from typing import Any, NamedTuple
 
 import torch
 
-from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
+from moe_nvlink_plugin.config import check_kind
+from moe_nvlink_plugin.errors import ConfigError, InputError, MoeNvlinkError
 from moe_nvlink_plugin.groups import Group, all_or_none, as_group, refuse_differences
 from moe_nvlink_plugin.launch.base import Executor
 from moe_nvlink_plugin.launch.executors import executor_for, with_index
 from moe_nvlink_plugin.memory.startup import Timeouts
-from moe_nvlink_plugin.memory.tensors import check_no_gradient
+from moe_nvlink_plugin.memory.tensors import check_dense, check_no_gradient
 from moe_nvlink_plugin.memory.workspace import Workspace
 from moe_nvlink_plugin.plugins import find_transport
 
@@ -82,6 +84,7 @@ class HeadGroup:
             TransportError, CompileError: this rank could not get its memory or its kernels.
             PeerError: another rank failed, or did not arrive. Nothing of this call remains.
         """
+        check_kind(config, HeadConfig)
         ranks = as_group(group, Timeouts.of(config).first)
         workspace = all_or_none(
             ranks, "preparing the head group", lambda: _prepare(config, ranks, torch.device(device))
@@ -200,12 +203,12 @@ def sharded_argmax(
             it, so they do not notice 1 pair of bounds in 128, for example 1 and 35. Ids are then
             wrong; no other memory is overwritten.
         PeerError: another rank continued after a failure of its own.
-        RuntimeError: torch rejects an argument of another Python type.
+        RuntimeError: torch rejects soft_cap, scale or row_bound of another Python type.
     """
-    result: torch.Tensor = head_ops.head_argmax(
-        *_arguments(hidden, head_weight, group, bias, soft_cap, scale, row_bound)
+    return _called(
+        head_ops.head_argmax,
+        _arguments(hidden, head_weight, group, bias, soft_cap, scale, row_bound),
     )
-    return result
 
 
 def sharded_logits(
@@ -233,11 +236,9 @@ def sharded_logits(
         As sharded_argmax; InputError also for a group without full_logits, and if hidden requires
         a gradient.
     """
+    arguments = _arguments(hidden, head_weight, group, bias, soft_cap, scale, row_bound)
     check_no_gradient(["hidden"], hidden)
-    result: torch.Tensor = head_ops.head_logits(
-        *_arguments(hidden, head_weight, group, bias, soft_cap, scale, row_bound)
-    )
-    return result
+    return _called(head_ops.head_logits, arguments)
 
 
 def _arguments(
@@ -249,9 +250,36 @@ def _arguments(
     scale: float,
     row_bound: int | None,
 ) -> tuple[Any, ...]:
+    if not isinstance(group, HeadGroup):
+        raise InputError(
+            f"group={reprlib.repr(group)} is a {type(group).__name__}, not a HeadGroup; pass what "
+            "HeadGroup.create returned"
+        )
+    for name, value in (("hidden", hidden), ("head_weight", head_weight), ("bias", bias)):
+        if not isinstance(value, torch.Tensor) and (value is not None or name != "bias"):
+            raise InputError(
+                f"{name}={reprlib.repr(value)} is a {type(value).__name__}, not a tensor; pass one "
+                f"of {group.config.dtype}"
+            )
     bound = group.config.max_rows_per_rank if row_bound is None else row_bound
     pending = group._head.workspace.pending
     return pending, hidden, head_weight, bias, soft_cap, scale, bound, group._handle
+
+
+def _called(op: Any, arguments: tuple[Any, ...]) -> torch.Tensor:
+    """Call an op, and explain what torch refuses of its tensors."""
+    if torch.compiler.is_compiling():
+        traced: torch.Tensor = op(*arguments)
+        return traced
+    try:
+        result: torch.Tensor = op(*arguments)
+    except RuntimeError:
+        _pending, *tensors = arguments[:4]
+        for name, tensor in zip(("hidden", "head_weight", "bias"), tensors, strict=True):
+            if tensor is not None:
+                check_dense(name, tensor)
+        raise
+    return result
 
 
 def _prepare(config: HeadConfig, group: Group, device: torch.device) -> Workspace[Executor]:

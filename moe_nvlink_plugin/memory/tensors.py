@@ -21,6 +21,24 @@ def check_device(name: str, tensor: torch.Tensor, expected: torch.device) -> Non
         )
 
 
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """A tensor whose rows lie in memory one after another: no sparse and no nested one.
+
+    Raises:
+        InputError: it is another one.
+    """
+    # A nested tensor may have the layout of a dense one.
+    if tensor.is_nested:
+        raise InputError(
+            f"{name} is a nested tensor, a verb reads one dense tensor; pass "
+            f"torch.cat({name}.unbind())"
+        )
+    if tensor.layout is not torch.strided:
+        raise InputError(
+            f"{name} has layout {tensor.layout}, a verb reads torch.strided; pass {name}.to_dense()"
+        )
+
+
 def check_outside(window: range, names: Sequence[str], *tensors: torch.Tensor | None) -> None:
     """No tensor lies in symmetric memory, which peers write to while a verb runs.
 
@@ -88,6 +106,7 @@ def check_tensor(
         return
     if not isinstance(tensor, torch.Tensor):
         raise InputError(f"{name}={tensor!r} is a {type(tensor).__name__}, not a tensor")
+    check_dense(name, tensor)
     if tensor.shape != shape:
         raise InputError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
     if tensor.dtype not in dtypes:

@@ -121,9 +121,8 @@ def prepares_first(_build: Build, code: Code) -> None:
     assert code.places("STS")[0] < code.names.index("ACQBULK")
 
 
-def no_pdl(build: Build, _code: Code) -> None:
+def no_pdl(_build: Build, code: Code) -> None:
     """Without programmatic dependent launch there is no trace of it."""
-    code = dataclasses.replace(build, pdl=False).code()
     assert not {"ACQBULK", "PREEXIT"} & set(code.names)
 
 
@@ -347,6 +346,10 @@ def both(kernel: Kernel[Any], **values: Any) -> list[Build]:
     return every(kernel, (HOPPER, BLACKWELL), **values)
 
 
+def without_pdl(builds: Iterable[Build]) -> list[Build]:
+    return [dataclasses.replace(build, pdl=False) for build in builds]
+
+
 GEOMETRIES = ((1, "bf16"), (6, "fp16"), (8, "bf16"), (22, "bf16"), (22, "fp32"), (32, "fp32"))
 SMALL_GEOMETRIES = (
     *((1, "bf16"), (8, "bf16"), (8, "fp32")),
@@ -472,11 +475,20 @@ DISPATCH_ORDER = ordered_at_all(
 #: P3 and P14; P3; P14.
 COMBINE_ORDER = ordered_at_all({"release": 2, "acquire": 1, "arrival": 1, "store": 2})
 #: Rows are taken, the first and every next one; P5; P3; P14.
-QUANTISED_ORDER = ("take", "take", "arrival", "release", "acquire", "arrival", "release")
+QUANTISED_ORDER = ordered(
+    *("take", "take", "arrival", "release", "acquire", "arrival", "release"), stores=2
+)
 #: P11, and rows wait for no fence and no arrival.
 SMALL_DISPATCH_ORDER = ordered_at_all({"release": 1, "acquire": at_least(1), "store": at_least(2)})
+#: P12: units are relaxed.
+SMALL_COMBINE_ORDER = ordered("release", stores=2)
 #: P6 and P7 in gather, P8 and P9 in argmax.
 HEAD_ORDER = ordered("arrival", "release", "acquire", stores=2)
+#: Collect waits for nobody.
+COLLECT_ORDER = ordered(stores=0)
+#: top_k loads, and that of the row which it adds.
+LOADS_FIRST = loads_first(lambda build: build.top_k + 1)
+LOOKS_FIRST = loads_first(top_k)
 
 PAIRS = 16 // 2  # a lane's elements, two to an instruction
 UNPACKED = 8 * 8 // 2  # of 8 rows, 8 elements of a thread
@@ -486,8 +498,8 @@ PLAIN = {"recipe": "none"}
 WIDE_QUANTISING = has(
     {
         r"LDG\.E\.128": at_least(2),
-        r"STG\.E\.64$": of("recipe", {"nvfp4": COMMON_TOP_K}, range(-99, 99)),
-        r"STG\.E\.128": of("recipe", {"nvfp4": range(-99, 99)}, COMMON_TOP_K),
+        r"STG\.E\.64$": of("recipe", {"nvfp4": COMMON_TOP_K}, 0),
+        r"STG\.E\.128": of("recipe", {"nvfp4": 0}, COMMON_TOP_K),
     },
     beside=PLAIN,
 )
@@ -551,8 +563,7 @@ TABLE: tuple[tuple[list[Build], dict[str, Check]], ...] = (
         {
             "resources": resources,
             "wide": WIDE_COMBINE,
-            # top_k loads, and that of the row which it adds.
-            "loads first": loads_first(lambda build: build.top_k + 1),
+            "loads first": LOADS_FIRST,
         },
     ),
     (
@@ -567,8 +578,9 @@ TABLE: tuple[tuple[list[Build], dict[str, Check]], ...] = (
     (common(COMBINE), {"not fused": NOT_FUSED, "order": COMBINE_ORDER}),
     (
         [*common(DISPATCH), *common(COMBINE)],
-        {"waits first": waits_first, "prepares first": prepares_first, "no PDL": no_pdl},
+        {"waits first": waits_first, "prepares first": prepares_first},
     ),
+    (without_pdl([*common(DISPATCH), *common(COMBINE)]), {"no PDL": no_pdl}),
     (
         QUANTISING,
         {
@@ -589,7 +601,7 @@ TABLE: tuple[tuple[list[Build], dict[str, Check]], ...] = (
             "wide": WIDE_BACK,
             "converts": CONVERTS_BACK,
             "waits first": waits_first,
-            "order": ordered(*QUANTISED_ORDER, stores=2),
+            "order": QUANTISED_ORDER,
             "rows before arrival": rows_before_arrival,
         },
     ),
@@ -608,21 +620,20 @@ TABLE: tuple[tuple[list[Build], dict[str, Check]], ...] = (
     ),
     (
         geometries(SMALL_COMBINE),
-        {"resources": resources, "looks": LOOKS, "looks first": loads_first(top_k)},
+        {"resources": resources, "looks": LOOKS, "looks first": LOOKS_FIRST},
     ),
     (
         both(SMALL_COMBINE),
         {
             "adds what flies": adds_what_flies,
             "sends at once": small_combine_sends_at_once,
-            # P12: units are relaxed.
-            "order": ordered("release", stores=2),
+            "order": SMALL_COMBINE_ORDER,
             "waits first": waits_first,
             "prepares first": prepares_first,
             "divides before wait": divides_before_wait,
         },
     ),
-    ([Build(SMALL_DISPATCH), Build(SMALL_COMBINE)], {"no PDL": no_pdl}),
+    (without_pdl([Build(SMALL_DISPATCH), Build(SMALL_COMBINE)]), {"no PDL": no_pdl}),
     (heads(GATHER), {"resources": resources, "run of loads": run_of_loads}),
     (heads(COLLECT), {"resources": resources, "run of loads": run_of_loads}),
     (heads(ARGMAX), {"resources": resources, "wide": WIDE_LOGITS, "compares": COMPARES}),
@@ -630,10 +641,9 @@ TABLE: tuple[tuple[list[Build], dict[str, Check]], ...] = (
         [*common(GATHER), *common(ARGMAX)],
         {"order": HEAD_ORDER, "whole cell": acquires_whole_cell},
     ),
-    # It waits for nobody.
-    (common(COLLECT), {"order": ordered(stores=0)}),
+    (common(COLLECT), {"order": COLLECT_ORDER}),
     ([*common(GATHER), *common(ARGMAX), *common(COLLECT)], {"waits first": waits_first}),
-    ([Build(kernel) for kernel in HEAD.kernels], {"no PDL": no_pdl}),
+    (without_pdl(Build(kernel) for kernel in HEAD.kernels), {"no PDL": no_pdl}),
 )
 
 
@@ -664,6 +674,11 @@ def relaxed(text: str) -> str:
 
 def _relaxed(match: re.Match[str]) -> str:
     return match[0].split(".")[0] + ".relaxed"
+
+
+def moved(lines: str, before: str) -> Edit:
+    """Put lines of the text to another place, before a line of it."""
+    return lambda text: replace_once(replace_once(text, lines, ""), before, lines + before)
 
 
 def sums_wait(text: str) -> str:
@@ -700,6 +715,69 @@ FAULT_FIRST = instead("  if (role.sends()) {\n", "  if (!has_failed(args) && rol
 #: The compiler then loads the count of a cell alone.
 HALF_A_CELL = instead("return cell_epoch(*seen) == epoch ? 0 : kFaultAhead;", "return 0;")
 
+NARROW_LOADS = instead(
+    "ld.global.v4.u32 {%0, %1, %2, %3}, [%4];",
+    "ld.global.v2.u32 {%0, %1}, [%4]; ld.global.v2.u32 {%2, %3}, [%4+8];",
+)
+NARROW_STORES = instead(
+    "st.global.v4.u32 [%0], {%1, %2, %3, %4};",
+    "st.global.v2.u32 [%0], {%1, %2}; st.global.v2.u32 [%0+8], {%3, %4};",
+)
+NARROW_LOOKS = instead(
+    "ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];",
+    "ld.relaxed.sys.global.u64 %0, [%2]; ld.relaxed.sys.global.u64 %1, [%2+8];",
+)
+ONE_IN_FLIGHT = instead("int kVectorsInFlight = 2;", "int kVectorsInFlight = 1;")
+FUSED_SUMS = instead(
+    "sums[0][i] *= work.finish.scale;",
+    "sums[0][i] = fused_multiply_add(sums[0][i], work.finish.scale, work.finish.scale);",
+)
+WAIT = "  if constexpr (Config::kPdl) pdl_wait();\n"
+SIGNAL = "  if constexpr (Config::kPdl) pdl_launch_dependents();\n"
+ALWAYS_WAITS = instead(WAIT, "  pdl_wait();\n")
+SIGNALS_FIRST = moved(SIGNAL, WAIT)
+LOADS_EARLY = instead(WAIT, "  if (load_word(&local_control(args)->epoch) == 7) return;\n" + WAIT)
+PREPARES_LATE = moved("  if (cta.thread == 0) shared.faulted = 0;\n", SIGNAL)
+DIVIDES_LATE = moved(
+    "  const SentPart first = sent_part(args, plan, cta.block);\n"
+    "  const char* first_row = sent_row(args, plan, first);\n"
+    "  // A store needs the address, so it is computed before the wait: "
+    "ptxas moves arithmetic behind it.\n"
+    "  if (cta.thread == 0) shared.first_row = first_row;\n",
+    "  if (role.sends()) send_rows(",
+)
+_LOAD = "      load_vector(reinterpret_cast<Vector<kWide>*>(words)[i], source + i * kWide);\n"
+SECOND_VECTOR_WAITS = instead(_LOAD, _LOAD + "      if (unknown(words[i * 8]) == 7) return;\n")
+NO_SHUFFLES = instead("__shfl_xor_sync(0xffffffffu, value, distance)", "value")
+NO_REDUCTIONS = instead(
+    "    if constexpr (Lanes == 32) return __reduce_max_sync(0xffffffffu, value);\n", ""
+)
+_PUBLISH = "    cta.sync();  // the route and the parts of the row's amax are whole\n"
+ONE_MORE_BARRIER = instead(_PUBLISH, 2 * _PUBLISH)
+ARRIVES_EARLY = instead(
+    "  const uint32_t quantised = quantise_received<Element, Format>(args, cta, num_rows, sizes, "
+    "shared);\n"
+    "  if (!completes_rows(args, cta, quantised, num_rows, shared)) return;\n",
+    "  const bool completes = completes_rows(args, cta, num_rows, num_rows, shared);\n"
+    "  quantise_received<Element, Format>(args, cta, num_rows, sizes, shared);\n"
+    "  if (!completes) return;\n",
+)
+ORDERED_COUNTS = instead(
+    "fetch_add_relaxed_gpu(&expert_counters(args)[id], 1)",
+    "fetch_add_acq_rel_gpu(&expert_counters(args)[id], 1)",
+)
+NOT_CLEARED = instead("  store_words_relaxed_sys(reinterpret_cast<uint64_t*>(place), 0, 0);\n", "")
+ADDS_LATE = moved(
+    "    load_added<Element>(finish.added_to(output + offset), words, aligned, added);\n",
+    "    // A token without any row is neither scaled nor added to",
+)
+COLLECT_RELEASES = instead(
+    "  get_logits(args, cta, shared);\n",
+    "  get_logits(args, cta, shared);\n"
+    "  store_release_sys(&exchange_counters(args)->bytes_combined, 1);\n",
+)
+
+FP8_ROWS, FP8_BACK = Build(DISPATCH, recipe="fp8_block"), Build(COMBINE, combine="fp8_block")
 MUTANTS: tuple[tuple[str, Build, Edit, Check], ...] = (
     ("relaxed", Build(DISPATCH), relaxed, DISPATCH_ORDER),
     ("relaxed", Build(COMBINE), relaxed, COMBINE_ORDER),
@@ -713,19 +791,58 @@ MUTANTS: tuple[tuple[str, Build, Edit, Check], ...] = (
     ("half a cell", Build(DISPATCH, BLACKWELL), HALF_A_CELL, acquires_whole_cell),
     ("the mask waits", Build(DISPATCH), MASK_WAITS, route_waits_once),
     ("no conversions", Build(DISPATCH, recipe="mxfp8"), NO_CONVERSIONS, CONVERTS),
-    ("sums wait", Build(COMBINE), sums_wait, loads_first(lambda _build: 8 + 1)),
-    ("sums wait", Build(COMBINE, BLACKWELL), sums_wait, loads_first(lambda _build: 8 + 1)),
+    ("sums wait", Build(COMBINE), sums_wait, LOADS_FIRST),
+    ("sums wait", Build(COMBINE, BLACKWELL), sums_wait, LOADS_FIRST),
     ("sums wait", Build(COMBINE, combine="nvfp4"), sums_wait, pulls_together),
     (
         "looks wait",
         Build(SMALL_COMBINE, BLACKWELL, top_k=6, dtype="fp32"),
         LOOKS_WAIT,
-        loads_first(top_k),
+        LOOKS_FIRST,
     ),
     ("the count first", Build(SMALL_COMBINE), COUNT_FIRST, small_combine_sends_at_once),
     ("released units", Build(SMALL_DISPATCH, top_k=2), RELEASED_UNITS, SMALL_DISPATCH_ORDER),
     ("the fault first", Build(SMALL_DISPATCH), FAULT_FIRST, small_dispatch_sends_at_once),
+    ("narrow stores", Build(DISPATCH), NARROW_STORES, WIDE_DISPATCH),
+    ("narrow loads", Build(COMBINE), NARROW_LOADS, WIDE_COMBINE),
+    ("narrow loads", Build(ARGMAX), NARROW_LOADS, WIDE_LOGITS),
+    ("narrow stores", FP8_ROWS, NARROW_STORES, WIDE_QUANTISING),
+    ("narrow loads", FP8_BACK, NARROW_LOADS, WIDE_BACK),
+    ("narrow looks", Build(SMALL_COMBINE), NARROW_LOOKS, LOOKS),
+    ("one in flight", Build(DISPATCH), ONE_IN_FLIGHT, run_of_loads),
+    ("one in flight", Build(GATHER), ONE_IN_FLIGHT, run_of_loads),
+    ("one in flight", Build(COLLECT), ONE_IN_FLIGHT, run_of_loads),
+    ("fused", Build(COMBINE), FUSED_SUMS, NOT_FUSED),
+    ("always waits", Build(DISPATCH, pdl=False), ALWAYS_WAITS, no_pdl),
+    ("signals first", Build(COMBINE), SIGNALS_FIRST, waits_first),
+    ("loads early", Build(DISPATCH), LOADS_EARLY, waits_first),
+    ("loads early", Build(GATHER), LOADS_EARLY, waits_first),
+    ("prepares late", Build(COMBINE), PREPARES_LATE, prepares_first),
+    ("divides late", Build(SMALL_COMBINE), DIVIDES_LATE, divides_before_wait),
+    ("the second vector waits", FP8_ROWS, SECOND_VECTOR_WAITS, loads_both_vectors),
+    ("no shuffles", FP8_ROWS, NO_SHUFFLES, EXCHANGES),
+    ("no reductions", Build(ARGMAX), NO_REDUCTIONS, COMPARES),
+    ("one more barrier", FP8_ROWS, ONE_MORE_BARRIER, same_order),
+    ("no conversions", FP8_BACK, NO_CONVERSIONS, CONVERTS_BACK),
+    ("relaxed", FP8_BACK, relaxed, QUANTISED_ORDER),
+    ("arrives early", FP8_BACK, ARRIVES_EARLY, rows_before_arrival),
+    ("ordered counts", Build(DISPATCH, expert_counts="yes"), ORDERED_COUNTS, COUNTS_ADD),
+    ("not cleared", Build(SMALL_DISPATCH), NOT_CLEARED, UNITS),
+    ("adds late", Build(SMALL_COMBINE), ADDS_LATE, adds_what_flies),
+    ("relaxed", Build(SMALL_COMBINE), relaxed, SMALL_COMBINE_ORDER),
+    ("releases", Build(COLLECT), COLLECT_RELEASES, COLLECT_ORDER),
 )
+
+
+def test_every_property_has_a_mutant() -> None:
+    noticed = {check for _name, _build, _edit, check in MUTANTS}
+    unnoticed = [
+        f"{builds[0]}: {name}"
+        for builds, checks in TABLE
+        for name, check in checks.items()
+        if check not in noticed
+    ]
+    assert not unnoticed, f"{unnoticed}: add a text to MUTANTS that must not have the property"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll, rank_mask
-from moe_nvlink_plugin.errors import InputError
+from moe_nvlink_plugin.errors import ConfigError, InputError
 from moe_nvlink_plugin.testing import ThreadGroup
 from tests.core.exchange.small_exchange import (
     CAPACITY,
@@ -204,6 +204,71 @@ def test_lazy_views(view: str) -> None:
         received = wide.dispatch(**{**good(), "extra_payloads": [lazy]})
         assert torch.equal(received.extra_payloads[0][:3], lazy)
         wide.combine(received.hidden_states, received.metadata)
+
+
+#: A dense tensor of rows in another form, and what the error says of it.
+NOT_DENSE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "nested": (
+        lambda rows: torch.nested.nested_tensor([rows]),
+        r"is a nested tensor, a verb reads one dense tensor; pass torch\.cat\({name}\.unbind\(\)\)",
+    ),
+    "jagged": (
+        lambda rows: torch.nested.nested_tensor([rows], layout=torch.jagged),
+        r"is a nested tensor",
+    ),
+    "sparse": (
+        torch.Tensor.to_sparse,
+        r"has layout torch.sparse_coo, a verb reads torch.strided; pass {name}\.to_dense\(\)",
+    ),
+    "sparse rows": (torch.Tensor.to_sparse_csr, "has layout torch.sparse_csr"),
+    "mkldnn": (torch.Tensor.to_mkldnn, "has layout torch._mkldnn"),
+}
+each_form = pytest.mark.parametrize("form", NOT_DENSE)
+
+
+@each_form
+@pytest.mark.parametrize("name", ["hidden_states", "topk_weights"])
+@pytest.mark.parametrize("verb", ["dispatch", "dispatch_async"])
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse.*in beta state:UserWarning")
+def test_dispatch_reads_dense_tensors(verb: str, name: str, form: str, layer: MoeAllToAll) -> None:
+    """Of others torch itself raises errors, such as "Internal error: ... file an issue"."""
+    inputs = good()
+    change, message = NOT_DENSE[form]
+    inputs[name] = change(inputs[name])
+    with pytest.raises(InputError, match=f"^{name} {message.replace('{name}', name)}"):
+        getattr(layer, verb)(**inputs)
+    assert_still_works(layer)
+
+
+@each_form
+@pytest.mark.parametrize("name", ["expert_output", "output", "add"])
+@pytest.mark.parametrize("verb", ["combine", "combine_async"])
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse.*in beta state:UserWarning")
+def test_combine_reads_dense_tensors(verb: str, name: str, form: str, layer: MoeAllToAll) -> None:
+    received = layer.dispatch(**good())
+    given = {"expert_output": torch.zeros(CAPACITY, HIDDEN)}
+    change, message = NOT_DENSE[form]
+    given[name] = change(given.get(name, torch.zeros(3, HIDDEN)))
+    with pytest.raises(InputError, match=f"^{name} {message.replace('{name}', name)}"):
+        getattr(layer, verb)(metadata=received.metadata, **given)
+    layer.combine(received.hidden_states, received.metadata)
+    assert_still_works(layer)
+
+
+def test_torchs_errors_about_dense_tensors_stay(
+    layer: MoeAllToAll, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_given: object, **_named: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(layer._layer), "start_dispatch", fails)
+        for verb in (layer.dispatch, layer.dispatch_async):
+            with pytest.raises(RuntimeError, match="^out of memory$"):
+                verb(**good())
+    assert_still_works(layer)
 
 
 @pytest.mark.parametrize("name", ["hidden_states", "topk_weights"])
@@ -414,3 +479,17 @@ def test_share_with_what_is_no_layer() -> None:
     (group,) = ThreadGroup.ranks(1)
     with pytest.raises(InputError, match="share_with is a AllToAllConfig; pass another layer"):
         MoeAllToAll.create(config(), group, share_with=config())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ep_size": 1}, r"config={'ep_size': 1} is a dict, .*; pass AllToAllConfig\(\*\*config\)"),
+        (None, "config=None is a NoneType, not of class AllToAllConfig"),
+    ],
+)
+def test_configurations_of_another_class(given: Any, message: str) -> None:
+    (group,) = ThreadGroup.ranks(1)
+    for refuse in (lambda: MoeAllToAll.create(given, group), lambda: MoeAllToAll.check(given)):
+        with pytest.raises(ConfigError, match=message):
+            refuse()

@@ -258,6 +258,18 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "cap that float32 has as none": ({"soft_cap": 1e-50}, "soft_cap=1e-50 must be from 1.17"),
     "scale beyond float32": ({"scale": -1e39}, "scale=-1e.39 must be from -3.4"),
     "scale that is no number": ({"scale": NAN}, "scale=nan must be"),
+    "no rows": (
+        {"hidden": None},
+        "hidden=None is a NoneType, not a tensor; pass one of torch.float32",
+    ),
+    "no head": ({"head_weight": None}, "head_weight=None is a NoneType, not a tensor"),
+    "rows in a list": ({"hidden": [1.0]}, r"hidden=\[1.0\] is a list, not a tensor"),
+    "bias of one number": ({"bias": 3}, "bias=3 is a int, not a tensor"),
+    "sparse rows": (
+        {"hidden": torch.ones(2, HIDDEN).to_sparse()},
+        r"hidden has layout torch.sparse_coo, .*; pass hidden.to_dense\(\)",
+    ),
+    "sparse bias": ({"bias": torch.ones(VOCAB).to_sparse()}, "bias has layout torch.sparse_coo"),
 }
 
 
@@ -270,6 +282,19 @@ def test_bad_calls(name: str, verb: Callable[..., torch.Tensor], head: HeadGroup
         verb(**usual | changes, group=head)
     check_argmax(head, problem(config(), [3]))
     assert head.stats().rounds == 1, "a refused call exchanges nothing"
+
+
+@pytest.mark.parametrize("verb", [sharded_argmax, sharded_logits])
+def test_what_is_no_group(verb: Callable[..., torch.Tensor]) -> None:
+    rows, head = torch.ones(2, HIDDEN), torch.ones(VOCAB, HIDDEN)
+    with pytest.raises(InputError, match="group=None is a NoneType, not a HeadGroup; pass what"):
+        verb(rows, head, group=None)
+
+
+def test_a_configuration_of_another_class() -> None:
+    (group,) = ThreadGroup.ranks(1)
+    with pytest.raises(ConfigError, match=r"is a dict, not of class HeadConfig; pass HeadConfig"):
+        HeadGroup.create({"tp_size": 1}, group)  # type: ignore[arg-type]
 
 
 def test_all_logits_where_there_is_no_room() -> None:

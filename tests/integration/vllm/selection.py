@@ -17,7 +17,7 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -381,15 +381,24 @@ def page() -> str:
             if done.returncode:
                 raise RuntimeError(done.stderr[-4000:])
             columns.setdefault(gpus, []).append(json.loads(done.stdout.splitlines()[-1]))
-    lines = [_HEAD]
+    return page_of(columns)
+
+
+def page_of(columns: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
+    """Write the page of what was decided; machines that decide alike share a table.
+
+    Args:
+        columns: of each machine, the decisions with FlashInfer and without it.
+    """
+    tables: dict[str, list[str]] = {}
     for gpus, (with_it, without) in columns.items():
-        lines += [f"## {gpus}", "", "| model | format | with | FlashInfer | no FlashInfer |"]
-        lines += ["|---|---|---|---|---|"]
+        lines = ["| model | format | with | FlashInfer | no FlashInfer |", "|---|---|---|---|---|"]
         for layer, one in with_it.items():
             other = "the same" if without[layer] == one else without[layer]
             lines.append(f"| {layer} | {one} | {other} |".replace("|  |", "| |"))
-        lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+        tables.setdefault("\n".join(lines), []).append(gpus)
+    parts = [f"## {', '.join(gpus)}\n\n{table}\n" for table, gpus in tables.items()]
+    return "\n".join([_HEAD, *parts])
 
 
 if __name__ == "__main__":

@@ -17,12 +17,25 @@ def test_every_layer_is_served_or_refused_for_a_reason() -> None:
     """On the page, which is that of all machines."""
     text = selection.PAGE.read_text("utf-8")
     rows = re.findall(r"^\| (?!model |---)(.*) \|$", text, re.MULTILINE)
-    assert len(rows) == len(selection.MACHINES) * len(selection.LAYERS)
+    tables = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert ", ".join(tables) == ", ".join(selection.MACHINES.values())
+    assert len(rows) == len(tables) * len(selection.LAYERS)
     served = r"\w+: (unquantised|`\w+`(, \w+ scales)?)"
     for row in rows:
         _layer, with_it, without = row.rsplit(" | ", 2)
         assert re.fullmatch(served, with_it), row
         assert without == "the same" or re.fullmatch(served, without), row
+
+
+def test_machines_that_decide_alike_share_a_table() -> None:
+    """And no machine is missing."""
+    one, other = {"A | BF16 | ": "x"}, {"A | BF16 | ": "y"}
+    text = selection.page_of({"H": [one, one], "B": [one, other], "GB": [one, other]})
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["H", "B, GB"]
+    assert re.findall(r"^\| A .*$", text, re.MULTILINE) == [
+        "| A | BF16 | | x | the same |",
+        "| A | BF16 | | x | y |",
+    ]
 
 
 @pytest.mark.skipif(
