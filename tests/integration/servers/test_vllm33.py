@@ -36,7 +36,7 @@ _E2E = f"{_SERVERS}/test_vllm_e2e.py"
 _TRITON_EXPERTS = "tests/integration/vllm/moe/test_vllm_triton_experts.py"
 _ONE_RANK = f"{_E2E}::test_tokens_equal_those_of_one_rank"
 _LATENT = f"{_E2E}::test_latent_attention"
-_DRAFTS = f"{_SERVERS}/test_mtp_e2e.py::TestTwoRanks"
+_DRAFTS = f"{_SERVERS}/test_mtp_e2e.py"
 _SCHEDULER = f"{_SERVERS}/test_scheduler_e2e.py::test"
 _NO_EVICTION = (
     f"{_SCHEDULER}_same_tokens_without_evictions",
@@ -77,7 +77,7 @@ LONG = {
     "v2 models": Run((_ONE_RANK,), V2, minutes=25, marked="long"),
     "v2 latent attention": Run((_LATENT,), V2, marked="long"),
     "v2 adapters": Run((f"{_SERVERS}/test_lora_e2e.py",), V2, 15, "long or not long"),
-    "v2 drafts": Run((_DRAFTS,), V2, minutes=15),
+    "v2 drafts": Run((_DRAFTS,), V2, minutes=30),
     "v2 scheduler": Run(_NO_EVICTION, V2, 20, "long or not long"),
     "v2 of 0.32": Run((_ONE_RANK,), {**V2, **OLDER}, minutes=15),
 }
