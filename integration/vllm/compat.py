@@ -264,7 +264,9 @@ FIELDS = (
             ),
             f"{_BALANCER}:EplbModelState": "model physical_to_logical_map rebalanced",
             f"{_BALANCER}:EplbState": "expert_rearrangement_step model_states",
-            "vllm.engine.arg_utils:EngineArgs": "additional_config all2all_backend enable_eplb",
+            "vllm.engine.arg_utils:EngineArgs": (
+                "additional_config all2all_backend enable_eplb kernel_config moe_backend"
+            ),
             "vllm.forward_context:DPMetadata": "local_sizes num_tokens_across_dp_cpu",
             "vllm.forward_context:ForwardContext": "attn_metadata dp_metadata is_padding",
             "vllm.lora.layers.utils:LoRAMapping": "index_mapping",

@@ -22,8 +22,6 @@ _OPTION = "--all2all-backend"
 _ADDITIONAL_OPTION = "--additional-config"
 #: To what vLLM changes the carrier if the experts that --moe-backend names exchange rows.
 PASSTHROUGH = "passthrough"
-#: Names of --moe-backend for which vLLM does not.
-OWN_EXCHANGE = frozenset({"deep_gemm_mega_moe"})
 _HELP = (
     f'\n\n- "{BACKEND}": dispatch and combine of the moe_nvlink_plugin package'
     " (needs --enable-expert-parallel and --data-parallel-size of 2 or more)."
@@ -133,7 +131,7 @@ def stands_aside(vllm_config: Any) -> bool:
     """
     moe_backend = vllm_config.kernel_config.moe_backend
     is_changed = vllm_config.parallel_config.all2all_backend == PASSTHROUGH
-    if not is_changed and moe_backend not in OWN_EXCHANGE:
+    if not is_changed and not _exchanges_rows(moe_backend):
         return False
     from moe_nvlink_plugin.integration.vllm.choices import options_of
 
@@ -149,6 +147,23 @@ def stands_aside(vllm_config: Any) -> bool:
         BACKEND,
     )
     return True
+
+
+def _exchanges_rows(moe_backend: str) -> bool:
+    """Return whether the experts of a --moe-backend exchange rows themselves. Local."""
+    from vllm.config.kernel import MEGA_MOE_BACKENDS
+
+    return moe_backend in MEGA_MOE_BACKENDS
+
+
+def _balances(engine_args: Any) -> bool:
+    """Return whether we serve load balancing; if `stands_aside` will be true, we do not. Local."""
+    if not (is_selected(engine_args) and engine_args.enable_eplb):
+        return False
+    chosen = engine_args.moe_backend
+    if chosen == "auto":
+        chosen = engine_args.kernel_config.moe_backend
+    return not _exchanges_rows(chosen)
 
 
 def map_engine_args(engine_args: Any) -> None:
@@ -202,7 +217,7 @@ def patch_engine_args() -> None:
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         map_engine_args(self)
-        if not (is_selected(self) and self.enable_eplb):
+        if not _balances(self):
             return original(self, *args, **kwargs)
         from moe_nvlink_plugin.integration.vllm.balancing import eplb
 

@@ -9,6 +9,7 @@ the workers show that the head was shared in every step, by the ranks without re
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import signal
@@ -49,6 +50,8 @@ NUM_SEQUENCES = 24
 #: The last request: one rank answers it, alone for hundreds of steps.
 LONG = NUM_SEQUENCES
 LONG_LENGTH = 160
+#: Whether the servers have vLLM's V2 model runner (test_vllm33.py).
+V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 #: Of the servers with a rank that never comes; the tests wait as long.
 SHORT_TIMEOUT_S = 6
 
@@ -254,7 +257,8 @@ class TestTwoRanks:
             for field in ("rounds", "rows")
         )
         assert rounds[0] == rounds[1] >= drafts.drafted
-        assert rows[0] == 0
+        # For company, V1 calls the draft alone, and V2 lets a made-up request draft.
+        assert rows[0] == (rounds[0] if V2 else 0)
         assert rows[1] >= drafts.drafted
 
     def test_every_step_was_shared(self, server: EpServer) -> None:

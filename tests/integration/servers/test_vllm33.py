@@ -35,8 +35,14 @@ _SERVERS = "tests/integration/servers"
 _E2E = f"{_SERVERS}/test_vllm_e2e.py"
 _TRITON_EXPERTS = "tests/integration/vllm/moe/test_vllm_triton_experts.py"
 _ONE_RANK = f"{_E2E}::test_tokens_equal_those_of_one_rank"
-_DRAFTS = f"{_SERVERS}/test_mtp_e2e.py::TestTwoRanks::test_concurrent_requests"
-_NO_EVICTION = f"{_SERVERS}/test_scheduler_e2e.py::test_same_tokens_without_evictions"
+_LATENT = f"{_E2E}::test_latent_attention"
+_DRAFTS = f"{_SERVERS}/test_mtp_e2e.py"
+_SCHEDULER = f"{_SERVERS}/test_scheduler_e2e.py::test"
+_NO_EVICTION = (
+    f"{_SCHEDULER}_same_tokens_without_evictions",
+    f"{_SCHEDULER}_beside[drafts]",
+    f"{_SCHEDULER}_beside[ngram drafts]",
+)
 
 
 class Run(NamedTuple):
@@ -62,18 +68,17 @@ SHORT = {
     "v2 runner": Run((f"{_ONE_RANK}[gpt-oss dp2-model3-2-arguments3]",), V2),
     "triton experts": Run((_TRITON_EXPERTS,), TRITON),
 }
-#: Not here, because nobody has made them pass with the V2 runner on CPU ranks: load balancing,
-#: which is refused there, our scheduler beside ngram drafts, and a rank that idles while others
-#: draft.
+#: Not here, because it is refused with the V2 runner on CPU ranks: load balancing.
 LONG = {
     "triton experts, three ranks": Run((_TRITON_EXPERTS,), TRITON, marked="long"),
     "adapter": Run(("tests/integration/vllm",), minutes=20, may_skip="Triton does not run here"),
     "servers": Run((_E2E,), minutes=15),
     "v2 servers": Run((_E2E,), V2, minutes=15),
     "v2 models": Run((_ONE_RANK,), V2, minutes=25, marked="long"),
+    "v2 latent attention": Run((_LATENT,), V2, marked="long"),
     "v2 adapters": Run((f"{_SERVERS}/test_lora_e2e.py",), V2, 15, "long or not long"),
-    "v2 drafts": Run((_DRAFTS,), V2),
-    "v2 scheduler": Run((_NO_EVICTION,), V2),
+    "v2 drafts": Run((_DRAFTS,), V2, minutes=30),
+    "v2 scheduler": Run(_NO_EVICTION, V2, 20, "long or not long"),
     "v2 of 0.32": Run((_ONE_RANK,), {**V2, **OLDER}, minutes=15),
 }
 

@@ -60,6 +60,10 @@ SHORT_GLM4 = dataclasses.replace(MODELS["glm4_moe"], num_layers=2)
 SHORT_DEEPSEEK = dataclasses.replace(DEEPSEEK_V3, num_layers=3, head_dim=48, rope_head_dim=16)
 #: A layer with a window and one without; the model brings its own experts class.
 SHORT_GPT_OSS = dataclasses.replace(MODELS["gpt_oss"], num_layers=2)
+#: The only sizes for which vLLM has latent attention on CPU.
+LATENT_DEEPSEEK = dataclasses.replace(
+    DEEPSEEK_V3, num_layers=2, latent_size=512, head_dim=64, rope_head_dim=64
+)
 #: vLLM's attention by heads also for models with latent attention, see DEEPSEEK_V3.
 BY_HEADS = {"VLLM_MLA_DISABLE": "1"}
 NUM_SEQUENCES = 40
@@ -80,7 +84,7 @@ def requests_of(folder: Path) -> Callable[[TinyModel], Requests]:
 
     def get(model: TinyModel) -> Requests:
         if model not in made:
-            made[model] = _ask_one_rank(model, folder)
+            made[model] = _ask_one_rank(model, folder / f"model{len(made)}")
         return made[model]
 
     return get
@@ -349,6 +353,18 @@ def test_shared_experts_beside_combine(
         server.check_traffic(2, 24, _num_moe_layers(SHORT_DEEPSEEK))
         log = server.server.log_path.read_text("utf-8")
         assert "adds nothing, because the shared experts run beside it" in log
+
+
+@pytest.mark.long
+def test_latent_attention(requests_of: Callable[[TinyModel], Requests], folder: Path) -> None:
+    """With vLLM's latent attention (MLA) two ranks give the tokens that one gives by heads."""
+    requests = requests_of(LATENT_DEEPSEEK)
+    arguments = (*DP2, EAGER, "--attention-backend=CPU_MLA")
+    with EpServer(requests, folder, "deepseek latent dp2", *arguments) as server:
+        assert server.differing(range(4), concurrency=1) == []
+        assert server.differing(range(4, 24), concurrency=5) == []
+        server.check_traffic(2, 24, _num_moe_layers(LATENT_DEEPSEEK))
+        assert "Using CPU_MLA backend" in server.server.log_path.read_text("utf-8")
 
 
 @pytest.mark.long

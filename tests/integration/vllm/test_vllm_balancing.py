@@ -60,6 +60,14 @@ def test_without_our_backend_vllm_refuses_as_before(checkpoint: Path) -> None:
             created(checkpoint, all2all_backend=other)
 
 
+@pytest.mark.parametrize("moe_backend", ["flashinfer_moe_ep_cutedsl", "deep_gemm_mega_moe"])
+def test_where_we_stand_aside_vllm_refuses_as_before(moe_backend: str, checkpoint: Path) -> None:
+    """Its own balancer would not run on CPU ranks, and ours does not come."""
+    for values in ({"moe_backend": moe_backend}, {"kernel_config": {"moe_backend": moe_backend}}):
+        with pytest.raises(ValueError, match="only supported on CUDA"):
+            created(checkpoint, **values)
+
+
 def test_a_worker_may_copy_its_configuration(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
