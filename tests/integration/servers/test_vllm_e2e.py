@@ -34,7 +34,7 @@ from moe_nvlink_plugin.integration.demo.tiny_checkpoint import (
     TinyModel,
     write_checkpoint,
 )
-from tests.integration.servers import one_host_each, ray_on_cpus, stop_on_order
+from tests.integration.servers import lost_rows, one_host_each, ray_on_cpus, stop_on_order
 from tests.integration.servers.deployments import SHAPES, Deployment
 from tests.integration.servers.servers import (
     EpServer,
@@ -417,6 +417,7 @@ _MANAGERS = """
 import json, sys
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import get_ep_group, parallel_state
+from moe_nvlink_plugin.integration.vllm.plugin import communicator
 from moe_nvlink_plugin.transport import hosts
 
 rank, port, answers = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -428,11 +429,13 @@ config = VllmConfig(parallel_config=parallel)
 boot_id, found = hosts.boot_id, []
 with set_current_vllm_config(config):
     parallel_state.init_distributed_environment(1, 0, "", 0, "gloo")
-    for options, apart in [
-        ({"fallback": "allgather_reducescatter"}, False),
-        ({"fallback": "allgather_reducescatter"}, True),
-        ({}, True),
+    for options, apart, wrong in [
+        ({"fallback": "allgather_reducescatter"}, False, ""),
+        ({"fallback": "allgather_reducescatter"}, True, ""),
+        ({"fallback": "allgather_reducescatter"}, False, "a planted fault"),
+        ({}, True, ""),
     ]:
+        communicator.why_wrong = lambda *_: wrong
         # On CPU ranks the platform refuses the option, so vLLM gets it after its own checks.
         config.additional_config = {"all2all_backend": "moe_nvlink", "moe_nvlink": options}
         hosts.boot_id = (lambda: f"of rank {rank}") if apart else boot_id
@@ -470,13 +473,15 @@ def test_ranks_choose_their_manager_together(folder: Path) -> None:
         for process in running:
             processes.end_session(process.pid)
     for rank in range(2):
-        ours, vllms, stopped = json.loads((work / f"rank{rank}.json").read_text("utf-8"))
+        answers = json.loads((work / f"rank{rank}.json").read_text("utf-8"))
+        ours, vllms, fallen_back, stopped = answers
         assert (ours, vllms) == ("MoeNvlinkAll2AllManager", "AgRsAll2AllManager")
+        assert fallen_back == vllms
         assert stopped.startswith("UnsupportedError: --all2all-backend moe_nvlink: no transport")
         assert "rank 0 on" in stopped
         assert "rank 1 on" in stopped
-    warned = (work / "log").read_text("utf-8").count("all of them go on with vLLM's own")
-    assert warned == 1
+    warned = (work / "log").read_text("utf-8").count("All ranks go on with vLLM's own")
+    assert warned == 2, "once for each of the two times, by rank 0"
 
 
 @pytest.mark.long
@@ -498,6 +503,28 @@ def test_ranks_on_two_hosts_are_named(folder: Path) -> None:
     told = server.server.log_path.read_text("utf-8")
     assert "no transport connects the ranks: the CPU ranks are on several hosts" in told
     assert "(boot id of rank 0); rank 1 on" in told
+    assert NO_WEIGHTS not in told
+
+
+@pytest.mark.timeout(900)
+def test_ranks_whose_rows_get_lost_do_not_serve(folder: Path) -> None:
+    """The self-check finds it before weights are looked for, and every rank stops."""
+    checkpoint = without_weights(write_checkpoint(folder / "lost, no weights", QWEN3))
+    plugin = write_plugin(folder / "plugin lost", "lost_rows", lost_rows)
+    server = EpServer(
+        Requests(checkpoint, [], [], []),
+        folder,
+        "lost",
+        *DP2,
+        EAGER,
+        environment={"PYTHONPATH": str(plugin)},
+    )
+    with pytest.raises(ServerError), server:
+        pass
+    told = server.server.log_path.read_text("utf-8")
+    assert "--all2all-backend moe_nvlink: the self-check (large batches) failed: rank 0: " in told
+    assert "0 rows instead of" in told
+    assert "`moe-nvlink verify` shows more" in told
     assert NO_WEIGHTS not in told
 
 

@@ -1,0 +1,106 @@
+"""self_check: what a server runs before it loads weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, self_check
+from moe_nvlink_plugin.errors import ConfigError, SelfCheckError
+from moe_nvlink_plugin.exchange.kernels import LAYER
+from moe_nvlink_plugin.jit import host
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
+from moe_nvlink_plugin.verify import cases
+from tests.support.delays import replace_once
+
+CONFIG = AllToAllConfig(
+    ep_size=2,
+    ep_rank=0,
+    num_experts=6,
+    top_k=2,
+    hidden_size=128,
+    max_tokens_per_rank=4096,
+    timeout_s=60.0,
+)
+
+
+def body(group: ThreadGroup, level: str = "quick", **changes: Any) -> None:
+    self_check(dataclasses.replace(CONFIG, ep_rank=group.rank, **changes), group, level=level)
+
+
+@pytest.mark.parametrize("level", ["quick", "full"])
+def test_right_ranks_only_log(level: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="moe_nvlink_plugin"):
+        run_ranks(2, functools.partial(body, level=level))
+    assert sum("rounds as the reference has them" in line for line in caplog.messages) == 2
+
+
+def test_off_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MoeAllToAll, "create", None)
+    run_ranks(2, functools.partial(body, level="off"))
+
+
+def test_an_unknown_level_is_refused() -> None:
+    for outcome in try_ranks(2, functools.partial(body, level="thorough")):
+        assert isinstance(outcome, ConfigError)
+        assert "level='thorough' is not one of quick, full, off" in str(outcome)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recipe": "fp8_block", "combine": "fp8_block"},
+        {"recipe": "bytes_640"},
+        {"small_tokens": 8, "dtype": torch.float32},
+        {"max_tokens_per_rank": 1, "hidden_size": 7},
+        {"num_experts": 2, "top_k": 32},
+    ],
+    ids=str,
+)
+def test_geometries(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the formats of the layer are among what is checked."""
+    seen: set[tuple[str | None, str]] = set()
+    inner = cases.run_round
+
+    def noted(exchange: MoeAllToAll, *given: Any, **named: Any) -> Any:
+        seen.add((exchange.config.recipe, str(exchange.config.combine)))
+        return inner(exchange, *given, **named)
+
+    monkeypatch.setattr(cases, "run_round", noted)
+    run_ranks(2, functools.partial(body, **changes))
+    recipe, combine = changes.get("recipe"), changes.get("combine", "bf16")
+    assert (None, combine) in seen
+    assert (recipe, combine) in seen or recipe == "bytes_640", "no quantiser makes these bytes"
+
+
+def test_a_fault_is_an_error_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, instead = "pack_cell(shared.epoch, count, tag)", "pack_cell(shared.epoch, 0, tag)"
+    text = replace_once(LAYER.host_source(), line, instead)
+    library = host.HostLibrary(host.build(text, (*host.FLAGS, "-O0")))
+    monkeypatch.setattr(host, "load", lambda _text: library)
+    outcomes = try_ranks(2, body)
+    assert all(isinstance(outcome, SelfCheckError) for outcome in outcomes)
+    (told,) = {str(outcome) for outcome in outcomes}
+    assert "self-check (large batches) failed: rank 0: MismatchError: round 0" in told
+    assert "0 rows instead of" in told
+
+
+def test_an_exchange_that_is_there_goes_on() -> None:
+    """Its memory is another one's."""
+
+    def check(group: ThreadGroup) -> None:
+        config = dataclasses.replace(CONFIG, ep_rank=group.rank, max_tokens_per_rank=8)
+        case = cases.Case(tokens=(8, 8), num_experts=6, top_k=2, hidden_size=128)
+        (mine, *_rest) = cases.make_inputs(dataclasses.replace(case, dtype=torch.bfloat16))
+        with MoeAllToAll.create(config, group) as exchange:
+            before = cases.run_round(exchange, mine)
+            self_check(config, group)
+            after = cases.run_round(exchange, mine)
+        assert torch.equal(before.combined, after.combined)
+
+    run_ranks(2, check)
