@@ -61,7 +61,7 @@ def self_check(
         if told:
             raise SelfCheckError(f"the self-check ({check.name}) failed: {'; '.join(told)}")
     logger.info(
-        "Self-check of rank %d: %d rounds as the reference has them, in %.1f s",
+        "Self-check of rank %d: %d rounds as the reference has them, in %.1f s with what compiled",
         ranks.rank,
         sum(check.rounds for check in checks),
         time.monotonic() - start,
