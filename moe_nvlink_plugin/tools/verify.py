@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import faulthandler
+import io
 import json
 import multiprocessing
 import os
@@ -96,9 +97,15 @@ def main(options: Options) -> int:
 
 def _check_writable(file: Path) -> None:
     try:
-        file.touch()
+        file.open(
+            "a"
+        ).close()  # touch() takes directories, and files that only their owner may date
     except OSError as error:
-        raise ConfigError(f"--output {file} cannot be written: {error.strerror}") from error
+        raise _unwritable(file, error) from error
+
+
+def _unwritable(file: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--output {file} cannot be written: {error.strerror}")
 
 
 def _start_ranks(options: Options) -> int:
@@ -192,7 +199,10 @@ def _verified(options: Options, group: Group, device: torch.device) -> int:
         print(f"rank {group.rank}: {lost}", file=sys.stderr, flush=True)
     if options.output is not None and group.rank == 0:
         report = _report(geometry, outcomes, lines, verdict, code)
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        try:
+            options.output.write_text(json.dumps(report, indent=1) + "\n")
+        except OSError as error:  # such as a full disk
+            raise _unwritable(options.output, error) from error
     return code
 
 
@@ -286,7 +296,10 @@ def _report(
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader has seen enough; the other ranks have not, nor the report
+        sys.stdout = io.StringIO()
 
 
 def _say_nothing(_text: str) -> None:
