@@ -54,6 +54,13 @@ def test_few_ranks(size: int) -> None:
         assert told == [[""] * size] * size
 
 
+def test_rows_of_one_element() -> None:
+    """All terms of a logit may be 0 then: its sign is no fault."""
+    geometry = dataclasses.replace(GEOMETRY, hidden_size=1)
+    for check in plan(geometry, CPU, quick=True):
+        assert outcomes(check) == [""] * GEOMETRY.ep_size
+
+
 def test_every_recipe_is_in_the_plan() -> None:
     """And those that the rows do not suit are not."""
     found = {
@@ -78,6 +85,13 @@ FAULTS = {
         "pack_cell(shared.epoch, count, tag)",
         "pack_cell(shared.epoch, count == 0 ? 0 : count - 1, tag)",
         r"round \d+: large batches: rank \d to rank \d: \d+ rows instead of \d+",
+    ),
+    "a row in a slice's last slot": (
+        "large batches",
+        "slot = target * geometry.max_tokens_per_rank + place;",
+        "slot = target * geometry.max_tokens_per_rank + place;\n"
+        "      if (place == geometry.max_tokens_per_rank - 1) row = row - 1;",
+        r"round 0: large batches: rank \d to rank 2: ids: first difference",
     ),
     "rows in each other's slots": (
         "large batches",
