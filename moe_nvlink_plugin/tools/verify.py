@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -142,6 +143,7 @@ def _start_ranks(options: Options) -> int:
 
 
 def _child(options: Options, rank: int, ranks: int, gpus: int, meeting: str) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     try:
@@ -152,6 +154,14 @@ def _child(options: Options, rank: int, ranks: int, gpus: int, meeting: str) -> 
     except KeyboardInterrupt:  # the terminal tells every rank; the first process says so
         code = 130
     sys.exit(code)
+
+
+def _end_with_parent() -> None:
+    """End this process when the command that started it has ended, by whatever signal."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _rank(options: Options, rank: int, ranks: int, device: torch.device, meeting: str) -> int:

@@ -53,8 +53,8 @@ def self_check(
     ranks = as_group(group, config.first_timeout_s or _timeout_s(config))
     # Ranks with different checks would wait for one another, "off" on one of them included.
     names = ("recipe", "combine", "small_tokens")
-    told = {"level": level} | {name: str(getattr(config, name)) for name in names}
-    refuse_differences(ranks.all_gather_object(told))
+    given = {"level": level} | {name: str(getattr(config, name)) for name in names}
+    refuse_differences(ranks.all_gather_object(given))
     if level not in SELF_CHECKS:
         raise ConfigError(f"level={level!r} is not one of {', '.join(SELF_CHECKS)}")
     if level == "off":

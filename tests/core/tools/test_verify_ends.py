@@ -1,9 +1,10 @@
-"""How `moe-nvlink verify` ends if its report or its lines cannot be written."""
+"""How `moe-nvlink verify` ends if it cannot write its report or its lines, or is killed."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -52,3 +53,19 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert json.loads((tmp_path / "report.json").read_text())["right"]
+
+
+def test_no_rank_outlives_the_command(tmp_path: Path) -> None:
+    """The ranks' standard output, a pipe, ends with the last of them."""
+    started = subprocess.Popen(
+        [*(part for part in COMMAND if part != "--quick"), str(tmp_path / "report.json")],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stdout is not None
+    for line in started.stdout:
+        if line.split()[:1] == ["ok"]:
+            break
+    started.kill()
+    assert "verify: right: " not in started.stdout.read()
+    assert started.wait(timeout=300) == -signal.SIGKILL
