@@ -16,6 +16,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
+from multiprocessing import connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +36,9 @@ from .shipped import own_version
 
 #: A process that still runs after so many seconds prints where it is, and ends.
 _LIMIT_S = 1200.0
+
+#: The ranks end within so many seconds beside their waits; rank 0 writes the report meanwhile.
+_AFTER_FIRST_S = 180.0
 
 #: Tokens of a rank in the table's rows.
 _TOKENS = (1, 8, 32, 128, 512, 1024, 4096)
@@ -126,8 +132,7 @@ def _start_ranks(options: Options) -> int:
         try:
             for process in processes:
                 process.start()
-            for process in processes:
-                process.join()
+            _join(processes, _AFTER_FIRST_S + 2 * options.timeout_s)
         except KeyboardInterrupt:
             print("verify: interrupted", flush=True)
             return 130
@@ -140,6 +145,21 @@ def _start_ranks(options: Options) -> int:
     if died:
         print(f"verify: FAILED: processes ended early, exit status of {', '.join(died)}")
     return 0 if not any(codes) else 1
+
+
+def _join(processes: Sequence[SpawnProcess], after_first_s: float) -> None:
+    """Wait until all have ended. Kill what still runs so many seconds after the first end.
+
+    A process that is stopped, or waits in the kernel, prints nothing and never ends.
+    """
+    connection.wait([process.sentinel for process in processes])
+    end = time.monotonic() + after_first_s
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
 
 
 def _child(options: Options, rank: int, ranks: int, gpus: int, meeting: str) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+from moe_nvlink_plugin.tools import verify
 
 COMMAND = (
     *(sys.executable, "-m", "moe_nvlink_plugin", "verify", "--device", "cpu", "--quick"),
@@ -69,3 +73,15 @@ def test_no_rank_outlives_the_command(tmp_path: Path) -> None:
     started.kill()
     assert "verify: right: " not in started.stdout.read()
     assert started.wait(timeout=300) == -signal.SIGKILL
+
+
+def test_a_stopped_rank_is_not_waited_for() -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=time.sleep, args=(seconds,)) for seconds in (0, 1000)]
+    for process in processes:
+        process.start()
+    stopped = processes[1].pid
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    verify._join(processes, 0.1)
+    assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]
