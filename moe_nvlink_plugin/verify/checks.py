@@ -174,10 +174,32 @@ class Rounds:
         with launch, load, MoeAllToAll.create(config, group, device) as exchange:
             if self.captured:
                 return _replayed(exchange, drawn, device)
-            return [self._round(exchange, number, one, device) for number, one in enumerate(drawn)]
+            return self._in_flight(exchange, drawn, device)
+
+    def _in_flight(
+        self, exchange: MoeAllToAll, drawn: list[_Drawn], device: torch.device
+    ) -> list[Seen]:
+        """Run the rounds; one of each channel is in flight at once, the first ends last."""
+        seen: dict[int, Seen] = {}
+
+        def run(number: int, end: int) -> None:
+            def others() -> None:
+                if number + 1 < end:
+                    run(number + 1, end)
+
+            seen[number] = self._round(exchange, number, drawn[number], device, others)
+
+        for first in range(0, len(drawn), self.case.num_channels):
+            run(first, min(first + self.case.num_channels, len(drawn)))
+        return [seen[number] for number in range(len(drawn))]
 
     def _round(
-        self, exchange: MoeAllToAll, number: int, drawn: _Drawn, device: torch.device
+        self,
+        exchange: MoeAllToAll,
+        number: int,
+        drawn: _Drawn,
+        device: torch.device,
+        between: Callable[[], None],
     ) -> Seen:
         rank = exchange.config.ep_rank
         padding = None if drawn.padding is None else drawn.padding[rank].to(device)
@@ -189,6 +211,7 @@ class Rounds:
             scale=self.case.scale,
             beside=self.beside,
             before=_sleeper(rank, number) if self.late else lambda: None,
+            between=between,
             channel=number % self.case.num_channels,
             max_tokens=drawn.case.capacity,
             active_ranks=self.case.mask(rank, device),
