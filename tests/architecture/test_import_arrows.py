@@ -29,7 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "exchange": {"doorway", "recipes", "jit", "memory", "plugins", "launch"},
     "lm_head": {"doorway", "memory", "plugins", "launch"},
     "verify": {"doorway", "public", "recipes", "plugins", "exchange"},
-    "tools": {"doorway", "transport", "jit", "plugins", "launch", "exchange", "lm_head"},
+    "tools": {"doorway", "transport", "jit", "plugins", "launch", "exchange", "lm_head", "verify"},
     "integration.frameworks": {"doorway"},
     COMMON: {"doorway", "public"},
     FLASHINFER: {"doorway", "public", COMMON},
