@@ -8,12 +8,17 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import faulthandler
+import io
 import json
 import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Sequence
+from multiprocessing import connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +36,9 @@ from .shipped import own_version
 
 #: A process that still runs after so many seconds prints where it is, and ends.
 _LIMIT_S = 1200.0
+
+#: The ranks end within so many seconds beside their waits; rank 0 writes the report meanwhile.
+_AFTER_FIRST_S = 180.0
 
 #: Tokens of a rank in the table's rows.
 _TOKENS = (1, 8, 32, 128, 512, 1024, 4096)
@@ -96,9 +104,15 @@ def main(options: Options) -> int:
 
 def _check_writable(file: Path) -> None:
     try:
-        file.touch()
+        file.open(
+            "a"
+        ).close()  # touch() takes directories, and files that only their owner may date
     except OSError as error:
-        raise ConfigError(f"--output {file} cannot be written: {error.strerror}") from error
+        raise _unwritable(file, error) from error
+
+
+def _unwritable(file: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--output {file} cannot be written: {error.strerror}")
 
 
 def _start_ranks(options: Options) -> int:
@@ -118,8 +132,7 @@ def _start_ranks(options: Options) -> int:
         try:
             for process in processes:
                 process.start()
-            for process in processes:
-                process.join()
+            _join(processes, _AFTER_FIRST_S + 2 * options.timeout_s)
         except KeyboardInterrupt:
             print("verify: interrupted", flush=True)
             return 130
@@ -134,7 +147,23 @@ def _start_ranks(options: Options) -> int:
     return 0 if not any(codes) else 1
 
 
+def _join(processes: Sequence[SpawnProcess], after_first_s: float) -> None:
+    """Wait until all have ended. Kill what still runs so many seconds after the first end.
+
+    A process that is stopped, or waits in the kernel, prints nothing and never ends.
+    """
+    connection.wait([process.sentinel for process in processes])
+    end = time.monotonic() + after_first_s
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
 def _child(options: Options, rank: int, ranks: int, gpus: int, meeting: str) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     try:
@@ -145,6 +174,14 @@ def _child(options: Options, rank: int, ranks: int, gpus: int, meeting: str) -> 
     except KeyboardInterrupt:  # the terminal tells every rank; the first process says so
         code = 130
     sys.exit(code)
+
+
+def _end_with_parent() -> None:
+    """End this process when the command that started it has ended, by whatever signal."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _rank(options: Options, rank: int, ranks: int, device: torch.device, meeting: str) -> int:
@@ -192,7 +229,10 @@ def _verified(options: Options, group: Group, device: torch.device) -> int:
         print(f"rank {group.rank}: {lost}", file=sys.stderr, flush=True)
     if options.output is not None and group.rank == 0:
         report = _report(geometry, outcomes, lines, verdict, code)
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        try:
+            options.output.write_text(json.dumps(report, indent=1) + "\n")
+        except OSError as error:  # such as a full disk
+            raise _unwritable(options.output, error) from error
     return code
 
 
@@ -286,7 +326,10 @@ def _report(
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader has seen enough; the other ranks have not, nor the report
+        sys.stdout = io.StringIO()
 
 
 def _say_nothing(_text: str) -> None:

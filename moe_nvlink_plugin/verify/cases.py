@@ -410,6 +410,7 @@ def launch_round(
     scale: float = 1.0,
     beside: bool = False,
     before: Callable[[], None] = lambda: None,
+    between: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> Seen:
     """Dispatch, experts and combine on this rank; what it got, on its device. Capturable.
@@ -422,10 +423,12 @@ def launch_round(
         scale: of combine.
         beside: by dispatch_async and combine_async.
         before: called before each verb.
+        between: called after dispatch, before what arrived is read.
         options: further arguments of dispatch().
     """
     before()
     received = dispatch(exchange, inputs, beside=beside, **options)
+    between()
     config = exchange.config
     hidden = activations(config, received.hidden_states, received.scales)
     ids = global_ids(config, received.topk_ids)

@@ -10,7 +10,7 @@ import torch
 
 from moe_nvlink_plugin.config import SELF_CHECKS, AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError, SelfCheckError
-from moe_nvlink_plugin.groups import as_group
+from moe_nvlink_plugin.groups import as_group, refuse_differences
 
 from .cases import RECIPES, with_formats
 from .checks import Check, Rounds
@@ -46,14 +46,19 @@ def self_check(
     Raises:
         SelfCheckError: on every rank: a rank failed, or found other bits than the reference.
         ConfigError: `level` is none of these.
+        DisagreementError: on every rank: levels or formats differ.
         PeerError: a rank did not come.
     """
+    start, here = time.monotonic(), torch.device(device)
+    ranks = as_group(group, config.first_timeout_s or _timeout_s(config))
+    # Ranks with different checks would wait for one another, "off" on one of them included.
+    names = ("recipe", "combine", "small_tokens")
+    given = {"level": level} | {name: str(getattr(config, name)) for name in names}
+    refuse_differences(ranks.all_gather_object(given))
     if level not in SELF_CHECKS:
         raise ConfigError(f"level={level!r} is not one of {', '.join(SELF_CHECKS)}")
     if level == "off":
         return
-    start, here = time.monotonic(), torch.device(device)
-    ranks = as_group(group, config.first_timeout_s or _timeout_s(config))
     checks = _checks(config, here, is_full=level == "full")
     for check in checks:
         wrong = check.run(ranks, here)

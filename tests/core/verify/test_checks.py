@@ -13,6 +13,7 @@ import torch
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.lm_head.kernels import HEAD
+from moe_nvlink_plugin.memory.layout import WorkspaceLayout
 from moe_nvlink_plugin.testing import run_ranks
 from moe_nvlink_plugin.verify.cases import RECIPES
 from moe_nvlink_plugin.verify.checks import Check, Head, Rounds
@@ -54,6 +55,13 @@ def test_few_ranks(size: int) -> None:
         assert told == [[""] * size] * size
 
 
+def test_rows_of_one_element() -> None:
+    """All terms of a logit may be 0 then: its sign is no fault."""
+    geometry = dataclasses.replace(GEOMETRY, hidden_size=1)
+    for check in plan(geometry, CPU, quick=True):
+        assert outcomes(check) == [""] * GEOMETRY.ep_size
+
+
 def test_every_recipe_is_in_the_plan() -> None:
     """And those that the rows do not suit are not."""
     found = {
@@ -78,6 +86,13 @@ FAULTS = {
         "pack_cell(shared.epoch, count, tag)",
         "pack_cell(shared.epoch, count == 0 ? 0 : count - 1, tag)",
         r"round \d+: large batches: rank \d to rank \d: \d+ rows instead of \d+",
+    ),
+    "a row in a slice's last slot": (
+        "large batches",
+        "slot = target * geometry.max_tokens_per_rank + place;",
+        "slot = target * geometry.max_tokens_per_rank + place;\n"
+        "      if (place == geometry.max_tokens_per_rank - 1) row = row - 1;",
+        r"round 0: large batches: rank \d to rank 2: ids: first difference",
     ),
     "rows in each other's slots": (
         "large batches",
@@ -148,3 +163,21 @@ def test_a_fault_of_the_head_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         re.search(r"shared LM head, up to 3 rows, call \d, rank \d: first difference", message)
         for message in outcomes(check)
     )
+
+
+@pytest.mark.parametrize(("kind", "said"), [("large", "ids"), ("small", "ExchangeTimeoutError")])
+def test_channels_with_the_same_memory_are_found(
+    kind: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their cells are apart: only rounds that are in flight together show it."""
+    regions = WorkspaceLayout.channel_regions
+
+    def shared(self: WorkspaceLayout, channel: int) -> dict[str, Any]:
+        own, first = regions(self, channel), regions(self, 0)
+        return own | {name: first[name] for name in self.sizes}
+
+    monkeypatch.setattr(WorkspaceLayout, "channel_regions", shared)
+    wrong = outcomes(
+        named(f"{kind} batches, 3 channels", timeout_s=60.0 if kind == "large" else 1.0)
+    )
+    assert any(said in message for message in wrong), wrong
