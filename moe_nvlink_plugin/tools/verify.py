@@ -1,6 +1,7 @@
 """moe-nvlink verify: ranks run every kernel against the reference, and time it beside others.
 
-A launcher starts the ranks (torchrun, srun), or this command starts them on this machine.
+A launcher starts the ranks (torchrun, or whatever sets RANK, WORLD_SIZE and MASTER_ADDR), or this
+command starts them on this machine.
 """
 
 from __future__ import annotations
@@ -104,9 +105,8 @@ def main(options: Options) -> int:
 
 def _check_writable(file: Path) -> None:
     try:
-        file.open(
-            "a"
-        ).close()  # touch() takes directories, and files that only their owner may date
+        # Not touch(), which takes directories, and files that only their owner may date.
+        file.open("a").close()
     except OSError as error:
         raise _unwritable(file, error) from error
 

@@ -379,5 +379,7 @@ class Head:
     def _integers(self, shape: tuple[int, int], seed: str) -> torch.Tensor:
         generator = torch.Generator().manual_seed(random.Random(seed).randrange(2**31))
         # Few of a row's elements differ from 0: sums stay below 256, which bfloat16 holds exactly.
-        values = torch.randint(-2, 3, shape, generator=generator)
-        return (values * (torch.rand(shape, generator=generator) < 0.1)).to(self.config.dtype)
+        # Bytes, because a head of 72 ranks has half a billion elements.
+        values = torch.randint(-2, 3, shape, generator=generator, dtype=torch.int8)
+        kept = torch.randint(0, 10, shape, generator=generator, dtype=torch.int8) == 0
+        return (values * kept).to(self.config.dtype)

@@ -108,18 +108,24 @@ HD void send_parts_of_tokens(const DispatchArgs& args, const Cta& cta, const Sma
 // Quantised rows. A CTA takes a whole row, because the lanes of a block, or all of them, share a
 // scale.
 
-// Clears what lies between a quantised payload's row and the next piece. It travels too; nobody
-// writes it later, and no rank reads it.
+// Clears what lies between a payload's row and the next piece. It travels too; nobody writes it later,
+// and no rank reads it.
+template <class Shared>
+HD void clear_behind_row(const DispatchArgs& args, const Cta& cta, int payload, Shared& shared) {
+  const int end = static_cast<int>(args.payloads[payload].row_bytes);
+  const int next_piece = (end + kPieceBytes - 1) / kPieceBytes * kPieceBytes;
+  char* row = shared.staged + args.packed_offsets[payload];
+  for (int offset = end + 4 * cta.thread; offset < next_piece; offset += 4 * cta.num_threads) {
+    *reinterpret_cast<uint32_t*>(row + offset) = 0;
+  }
+}
+
+// The same behind all rows that the quantiser writes.
 template <class Config, class Shared>
 HD void clear_padding(const DispatchArgs& args, const Cta& cta, Shared& shared) {
-  MOE_NVLINK_ROLLED
-  for (int payload = kFirstCallerPayload; is_quantised<Config>(args, payload); ++payload) {
-    const int end = static_cast<int>(args.payloads[payload].row_bytes);
-    const int next_piece = (end + kPieceBytes - 1) / kPieceBytes * kPieceBytes;
-    char* row = shared.staged + args.packed_offsets[payload];
-    for (int offset = end + 4 * cta.thread; offset < next_piece; offset += 4 * cta.num_threads) {
-      *reinterpret_cast<uint32_t*>(row + offset) = 0;
-    }
+  clear_behind_row(args, cta, kFirstCallerPayload, shared);
+  if (is_quantised<Config>(args, kFirstCallerPayload + 1)) {
+    clear_behind_row(args, cta, kFirstCallerPayload + 1, shared);
   }
 }
 
