@@ -9,7 +9,8 @@ A token passes these folders, in this order:
                    beside their caller (in_flight.py); one layer on one workspace (layer.py,
                    checks.py), its views on one channel (channel.py), and its kernels (kernels.py):
                    two, two for small batches, and one by which ranks meet after a death; masks of
-                   ranks (rank_masks.py); how ranks go on then (survivors.py)
+                   ranks (rank_masks.py); how ranks go on then (survivors.py), or with newcomers
+                   (elastic.py); what ranks agree on first (agreement.py)
     launch/        says what a kernel is (Kernel, kernel.py), and starts one: on CPU threads
                    (cpu.py) or on a CUDA stream (cuda.py)
     kernels/       dispatch puts: it routes, stores rows to the peers, signals, waits
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from .exchange.calls import Dispatched, DispatchMetadata
     from .exchange.in_flight import InFlight
     from .exchange.rank_masks import rank_mask
+    from .groups import StoreGroup
     from .lm_head.config import HeadConfig
     from .lm_head.group import HeadGroup, HeadStats, sharded_argmax, sharded_logits
     from .memory.workspace import ExchangeStats
@@ -68,6 +70,7 @@ _HOMES = {
     "InFlight": "exchange.in_flight",
     "MoeAllToAll": "exchange.all_to_all",
     "QuantisingRecipe": "recipes",
+    "StoreGroup": "groups",
     "check_connected": "plugins.registry",
     "local_expert_range": "config",
     "rank_mask": "exchange.rank_masks",
@@ -87,6 +90,7 @@ __all__ = [
     "InFlight",
     "MoeAllToAll",
     "QuantisingRecipe",
+    "StoreGroup",
     "check_connected",
     "local_expert_range",
     "rank_mask",

@@ -195,6 +195,11 @@ class AllToAllConfig:
             active_ranks). False: only ranks that `MoeAllToAll.mask` has left out; a combine of
             large batches then does not say at its end that it has read its rows, which on GPUs
             takes 1.4 to 4.4 us (modelled). Equal for all layers that share a workspace.
+        places: if ranks are to come and go: the places that have a rank, in the order of the group
+            that `create` gets, which has as many ranks. ep_size is then the number of places,
+            ep_rank this rank's, and experts belong to places. Rows for an empty place go nowhere,
+            as for a rank that `MoeAllToAll.mask` has left out. None: every place has a rank, and
+            the group's rank r is in place r.
         transport: name of the transport. None chooses by device: "host" for cpu, "nvlink" for cuda.
 
     Raises:
@@ -224,6 +229,7 @@ class AllToAllConfig:
     scales_layout: str = "linear"
     num_expert_counts: int = 0
     ranks_may_leave: bool = True
+    places: tuple[int, ...] | None = None
     transport: str | None = None
 
     def __post_init__(self) -> None:
@@ -233,6 +239,9 @@ class AllToAllConfig:
             object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
         self._check_ints()
         self._check_rest()
+        if self.places is not None:
+            places = check_places("places", self.places, self.ep_size, self.ep_rank)
+            object.__setattr__(self, "places", places)
 
     def _check_ints(self) -> None:
         check_int("ep_size", self.ep_size, 1, MAX_RANKS)
@@ -305,6 +314,22 @@ class AllToAllConfig:
                 f"received_ids={ids!r} is none of {', '.join(RECEIVED_IDS)} and no integer from -1 "
                 "to 2147483647"
             )
+
+
+def check_places(name: str, places: Any, ep_size: int, ep_rank: int) -> tuple[int, ...]:
+    """Return places of an exchange as a tuple, if each is one and this rank's is among them. Local.
+
+    Raises:
+        ConfigError: they are not; names the field, its value and the limit.
+    """
+    listed = _as_tuple(name, places)
+    for place in listed:
+        check_int(name, place, 0, ep_size - 1)
+    if len(set(listed)) != len(listed) or ep_rank not in listed:
+        raise ConfigError(
+            f"{name}={listed} must have each place once, and ep_rank={ep_rank} among them"
+        )
+    return listed
 
 
 def check_timeouts(timeout_s: object, first_timeout_s: object) -> None:

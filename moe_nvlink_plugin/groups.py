@@ -1,12 +1,13 @@
 """The collective steps of start-up, over a torch ProcessGroup or an object with the same methods.
 
-Only `create` and the growth of a workspace use them. Nothing here runs between dispatch and
-combine.
+Only `create`, the growth and the renewal of a workspace use them. Nothing here runs between
+dispatch and combine.
 """
 
 from __future__ import annotations
 
 import datetime
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -66,6 +67,72 @@ class _ObjectGroup:
         return list(self._gather(value))
 
 
+class StoreGroup:
+    """Group over a torch.distributed Store, for ranks that come and go.
+
+    A process group cannot take a rank in. A store can serve one group after another: each has a
+    name of its own, and exists when its ranks make it. To make one waits for nobody.
+
+    Args:
+        store: a torch.distributed.Store, such as a TCPStore. Its timeout bounds each step.
+        name: name of this group, which no other group on the store has or had.
+        rank: this rank, 0..size-1.
+        size: ranks of the group.
+
+    Raises:
+        InputError: rank is not one of the group.
+    """
+
+    def __init__(self, store: Any, name: str, rank: int, size: int) -> None:
+        if not 0 <= rank < size:
+            raise InputError(f"rank={rank} is not from 0 to {size - 1} (size={size})")
+        self.rank, self.size = rank, size
+        self._store, self._prefix, self._steps = store, f"moe_nvlink/{name}", 0
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order. Collective; any value that pickle takes.
+
+        Raises:
+            PeerError: a rank did not come within the store's timeout; names it.
+        """
+        self._steps += 1
+        step = f"{self._prefix}/{self._steps}"
+        self._store.set(f"{step}/{self.rank}", pickle.dumps(value))
+        return [pickle.loads(self._value_of(rank, step)) for rank in range(self.size)]
+
+    def _value_of(self, rank: int, step: str) -> bytes:
+        try:
+            value: bytes = self._store.get(f"{step}/{rank}")
+        except RuntimeError as error:  # torch's DistStoreError
+            raise PeerError(f"rank {rank} of group {self._prefix} did not come: {error}") from error
+        return value
+
+
+class Placed:
+    """Group whose ranks have places in a larger exchange; the other places are empty.
+
+    Attributes:
+        rank: place of this rank.
+        size: number of places.
+        members: places of the ranks, in the order of `all_gather_object`.
+    """
+
+    def __init__(self, group: Group, places: Sequence[int], size: int) -> None:
+        self.members = tuple(places)
+        self.rank, self.size = self.members[group.rank], size
+        self._group = group
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every member's value, in the order of `members`. Collective."""
+        return self._group.all_gather_object(value)
+
+
+def members_of(group: Any) -> Sequence[int]:
+    """Return the places that have a rank, in the order of the group's values. Local."""
+    members: Sequence[int] = getattr(group, "members", range(group.size))
+    return members
+
+
 class Left:
     """Rank and size of a group that is not used any more, and is not kept alive.
 
@@ -74,7 +141,7 @@ class Left:
     """
 
     def __init__(self, group: Group) -> None:
-        self.rank, self.size = group.rank, group.size
+        self.rank, self.size, self.members = group.rank, group.size, members_of(group)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Raise ExchangeStateError."""
@@ -135,23 +202,28 @@ def all_or_none(group: Group, what: str, step: Callable[[], T]) -> T:
         raise
     if error is not None:
         raise error
-    failed = [f"rank {rank}: {cause}" for rank, cause in enumerate(causes) if cause is not None]
+    everyones = zip(members_of(group), causes, strict=True)
+    failed = [f"rank {rank}: {cause}" for rank, cause in everyones if cause is not None]
     if failed:
         raise PeerError(f"{what} failed on another rank; {'; '.join(failed)}")
     return result  # type: ignore[return-value]
 
 
-def refuse_differences(everyones: Sequence[Mapping[str, str]]) -> None:
+def refuse_differences(
+    everyones: Sequence[Mapping[str, str]], ranks: Sequence[int] | None = None
+) -> None:
     """Check that all ranks have the same values. Local.
 
     Args:
         everyones: for each rank, in rank order: name of a field -> its value.
+        ranks: the ranks; None: 0, 1, 2 and so on.
 
     Raises:
         DisagreementError: names each field that differs, and every rank's value of it.
     """
+    numbered = list(zip(range(len(everyones)) if ranks is None else ranks, everyones, strict=True))
     differences = [
-        f"{name}: " + ", ".join(f"rank {rank} has {v[name]}" for rank, v in enumerate(everyones))
+        f"{name}: " + ", ".join(f"rank {rank} has {v[name]}" for rank, v in numbered)
         for name in everyones[0]
         if len({values[name] for values in everyones}) > 1
     ]

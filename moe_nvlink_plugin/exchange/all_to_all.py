@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import logging
@@ -13,29 +12,19 @@ import torch
 
 from moe_nvlink_plugin import plugins
 from moe_nvlink_plugin.config import AllToAllConfig, check_kind
-from moe_nvlink_plugin.errors import (
-    ConfigError,
-    ExchangeStateError,
-    InputError,
-    MoeNvlinkError,
-)
-from moe_nvlink_plugin.groups import Group, all_or_none, as_group, refuse_differences
-from moe_nvlink_plugin.launch.base import Executor
-from moe_nvlink_plugin.launch.executors import executor_for, with_index
+from moe_nvlink_plugin.errors import InputError, MoeNvlinkError
+from moe_nvlink_plugin.groups import all_or_none, as_group
 from moe_nvlink_plugin.memory.startup import Timeouts
-from moe_nvlink_plugin.memory.workspace import ExchangeStats, Workspace
+from moe_nvlink_plugin.memory.workspace import ExchangeStats
 from moe_nvlink_plugin.recipes import Recipe
 
-from . import checks, ops, sizes
+from . import agreement, checks, elastic, ops, sizes
 from .calls import Combine, Dispatch, Dispatched, DispatchMetadata
 from .in_flight import InFlight
 from .layer import LayerExchange
 from .small_batches import with_small_tokens
 
 logger = logging.getLogger(__name__)
-
-#: Config fields that may differ from rank to rank.
-_OWN_FIELDS = ("ep_rank", "num_threads", "max_sms")
 
 _NO_PAYLOADS: tuple[torch.Tensor, ...] = ()
 
@@ -130,6 +119,9 @@ class MoeAllToAll:
             share_with: another layer of the same group; both layers then use its workspace, which
                 grows if this layer needs more.
 
+        With config.places, `group` has the ranks of these places only, and later `leave`, `renew`
+        and `join` change who is there.
+
         Raises:
             ExchangeStateError: `mask` has left out ranks of share_with's workspace, which would
                 have to take part. Raised on every rank.
@@ -140,24 +132,25 @@ class MoeAllToAll:
             PeerError: another rank failed, or did not arrive. Nothing of this call remains.
         """
         check_kind(config, AllToAllConfig)
-        if share_with is not None:
-            _check_complete(share_with)
+        sharing = None if share_with is None else _layer_of(share_with)
+        if sharing is not None:
+            agreement.check_complete(sharing.workspace)
         # Nothing of this rank's has run yet, so start-up's limit holds.
         ranks = as_group(group, Timeouts.of(config).first)
-        recipe, workspace, num_sms = all_or_none(
+        prepared = all_or_none(
             ranks,
             "preparing the exchange",
-            lambda: _prepare(config, ranks, torch.device(device), share_with),
+            lambda: agreement.prepare(config, ranks, torch.device(device), sharing),
         )
-        shares = share_with is not None
-        num_sms = _check_agreement(config, ranks, workspace, num_sms, shares=shares)
+        recipe, workspace = prepared.recipe, prepared.workspace
+        num_sms = agreement.check_agreement(config, prepared, shares=sharing is not None)
         # Equal on all ranks, which agree on the rest. Before they have agreed, an error here would
         # be this rank's alone, and the others would wait for it.
         config = with_small_tokens(config, recipe, num_sms)
         number = workspace.ensure(lambda alignment: sizes.layer_layout(config, recipe, alignment))
         try:
             layer = all_or_none(
-                ranks,
+                prepared.group,
                 "loading the kernels",
                 lambda: LayerExchange(config, recipe, workspace, number),
             )
@@ -488,6 +481,78 @@ class MoeAllToAll:
         """
         self._layer.mask(ranks)
 
+    def leave(self, *ranks: int) -> None:
+        """Let ranks that live go. Collective over all ranks, those too; not capturable.
+
+        Call it on every rank between two rounds, with the same ranks. It waits for the device and
+        until every rank has ended its verbs, so nobody reads the memory of a rank that goes. On the
+        ranks that stay it then does what `mask` does. A rank that goes can do nothing more than to
+        close its layers. The bounds of the waits are those of `mask`.
+
+        Raises:
+            InputError: a rank is not one that takes part, or all of them are named. Nothing has
+                changed.
+            ExchangeStateError: a dispatch has not been combined, or the exchange is unusable; after
+                a failure call `mask` or `renew`.
+            DisagreementError, ExchangeTimeoutError: as `mask`.
+        """
+        self._layer.leave(ranks)
+
+    def renew(self, group: Any, places: Sequence[int]) -> None:
+        """Go on with other ranks: some return, join or leave. Collective over `group`.
+
+        Not capturable. Ranks that have this exchange call it on one of their layers, for all layers
+        on the workspace. New ranks call `join` meanwhile, also one in the place of a rank that has
+        died. Every rank gets zeroed memory at the addresses that its layers and CUDA graphs have;
+        epochs begin at 1 and start-up's limit holds again, because new ranks may compile. Counters
+        go on. A dispatch without its combine is forgotten, and the content of tensors that dispatch
+        returned is gone. What a late process of a dead rank still writes reaches nobody.
+
+        If an exchange was created without config.places, all places must have a rank.
+
+        Args:
+            group: as for `create`, of the ranks from now on; StoreGroup makes one over a Store.
+            places: the places of the group's ranks, in its order; this rank's among them.
+
+        Raises:
+            InputError, ConfigError: places do not suit the group. Raised on every rank of it.
+            ExchangeStateError: the exchange is closed, has no places to leave empty, or the stream
+                captures a CUDA graph. Raised as PeerError on the others.
+            DisagreementError: the layers of the ranks differ; raised on every rank.
+            TransportError, PeerError: a rank could not get memory, or did not come. The exchange
+                cannot be used before another `renew`, maybe without that rank, has ended.
+        """
+        elastic.renew(self._layer, group, places)
+
+    @classmethod
+    def join(
+        cls, configs: Sequence[AllToAllConfig], group: Any, device: torch.device | str = "cpu"
+    ) -> list[MoeAllToAll]:
+        """Enter an exchange whose ranks call `renew` meanwhile. Collective; not capturable.
+
+        Args:
+            configs: of the open layers on the workspace, in the order of their creation; equal to
+                those of the other ranks, except that `ep_rank`, `num_threads` and `max_sms` are
+                this rank's, `places` are the new ones, and `small_tokens` and
+                `small_combine_tokens` are taken from the others.
+            group: the ranks from now on.
+            device: where the tensors live.
+
+        Returns:
+            The layers, one for each configuration.
+
+        Raises:
+            InputError: there is no configuration, or no rank of the group has the exchange.
+            MoeNvlinkError: as `create` and `renew`. Nothing of this call remains.
+        """
+        return [cls(layer) for layer in elastic.join(configs, group, torch.device(device))]
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Places whose ranks take part. Local."""
+        left_out = self._layer.workspace.left_out
+        return tuple(place for place in range(self.config.ep_size) if place not in left_out)
+
     @property
     def active_ranks(self) -> torch.Tensor:
         """Mask of the ranks that `mask` has not left out, for dispatch(active_ranks=...). Local.
@@ -550,87 +615,10 @@ class MoeAllToAll:
         self.close()
 
 
-def _check_complete(share_with: MoeAllToAll) -> None:
-    """Refuse a workspace that ranks have been left out of; they would be waited for."""
+def _layer_of(share_with: MoeAllToAll) -> LayerExchange:
     if not isinstance(share_with, MoeAllToAll):
         raise InputError(
             f"share_with is a {type(share_with).__name__}; pass another layer (MoeAllToAll) of the "
             "same group, or leave it out"
         )
-    if gone := share_with._layer.workspace.left_out:
-        raise ExchangeStateError(
-            f"mask() has left out rank(s) {', '.join(map(str, gone))} of share_with's workspace, "
-            "and all ranks of the group create a layer together; create all layers before a rank "
-            "dies, or anew on a process group of the ranks that live"
-        )
-
-
-def _prepare(
-    config: AllToAllConfig, group: Group, device: torch.device, share_with: MoeAllToAll | None
-) -> tuple[Recipe, Workspace[Executor], int]:
-    """Do the steps of `create` that can fail on this rank alone.
-
-    Returns:
-        What travels, the workspace, and how many SMs a launch of this rank may fill.
-    """
-    if (group.size, group.rank) != (config.ep_size, config.ep_rank):
-        raise ConfigError(
-            f"the group has {group.size} ranks and this is rank {group.rank}, but ep_size="
-            f"{config.ep_size} and ep_rank={config.ep_rank}; pass the expert-parallel group"
-        )
-    device = with_index(device)
-    recipe = plugins.find_recipe(config)
-    if share_with is not None:
-        share_with._layer.check_open()
-        workspace = share_with._layer.workspace
-        if share_with.config.ranks_may_leave != config.ranks_may_leave:
-            raise ConfigError(
-                f"ranks_may_leave={config.ranks_may_leave}, but share_with has "
-                f"{share_with.config.ranks_may_leave}; any layer of a workspace may be a rank's "
-                "last one, so pass the same to all of them"
-            )
-        theirs = (workspace.group.size, workspace.group.rank, workspace.device)
-        if theirs != (group.size, group.rank, device):
-            raise ConfigError(
-                f"share_with belongs to (group size, rank, device) {theirs}, this layer to "
-                f"{(group.size, group.rank, device)}; layers share a workspace within one "
-                "expert-parallel group only"
-            )
-        return recipe, workspace, _num_sms(config, workspace.executor)
-    transport = plugins.find_transport(config.transport, device)
-    executor = executor_for(transport.executor, device)
-    num_sms = _num_sms(config, executor)
-    return recipe, Workspace(group, transport, executor, device), num_sms
-
-
-def _num_sms(config: AllToAllConfig, executor: Executor) -> int:
-    share = executor.num_sms() // config.num_channels
-    return min(share, config.max_sms or share)
-
-
-def _check_agreement(
-    config: AllToAllConfig,
-    group: Group,
-    workspace: Workspace[Executor],
-    num_sms: int,
-    *,
-    shares: bool,
-) -> int:
-    """Check that configurations agree, and that all ranks share the same workspace or none.
-
-    Otherwise some ranks would wait in the collective step that grows a workspace.
-
-    Returns:
-        `num_sms` of the rank that has the fewest.
-    """
-    values = {
-        field.name: str(getattr(config, field.name))
-        for field in dataclasses.fields(config)
-        if field.name not in _OWN_FIELDS
-    }
-    values["share_with"] = f"a layer of workspace {workspace.name}" if shares else "None"
-    everyones = group.all_gather_object((values, workspace.name, num_sms))
-    refuse_differences([theirs for theirs, _name, _num_sms in everyones])
-    if not shares:
-        workspace.name = everyones[0][1]
-    return min(int(of_rank) for _theirs, _name, of_rank in everyones)
+    return share_with._layer

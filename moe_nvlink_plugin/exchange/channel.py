@@ -152,7 +152,7 @@ class Channel:
             self._extra_bytes = extra_bytes
         ids = call.topk_ids
         slots = torch.empty_like(ids)  # half the time of a torch.empty that is told all
-        if call.active_ranks is None and self._workspace.left_out:
+        if call.active_ranks is None and (self._workspace.left_out or self._workspace.is_elastic):
             call = call._replace(active_ranks=self._workspace.active_ranks)
         self._active_ranks = call.active_ranks
         args.send_slots = slots.data_ptr()

@@ -18,6 +18,7 @@ from moe_nvlink_plugin.memory.tensors import (
     check_outside,
     check_tensor,
 )
+from moe_nvlink_plugin.memory.workspace import Workspace
 from moe_nvlink_plugin.recipes import check_global_scale, combine_formats
 
 from . import calls, rank_masks
@@ -264,25 +265,32 @@ def dispatch(
 
 
 def may_be_masked(
-    layer: LayerFormat, active_ranks: torch.Tensor, survivors: torch.Tensor | None
+    layer: LayerFormat, active_ranks: torch.Tensor, workspace: Workspace[Any]
 ) -> None:
     """Check that a round of this layer may have a mask. Local.
 
     Args:
         layer: the layer's rows.
         active_ranks: the mask.
-        survivors: the workspace's mask of the ranks that `mask` has not left out, always allowed.
+        workspace: its mask of the ranks that `mask` has not left out is always allowed.
 
     Raises:
-        InputError: it is another mask, and the configuration says that no rank leaves.
+        InputError: it is another mask, and the configuration says that no rank leaves in this way.
     """
-    if layer.config.ranks_may_leave:
+    if layer.config.ranks_may_leave and not workspace.is_elastic:
         return
-    if survivors is None or active_ranks.data_ptr() != survivors.data_ptr():
+    survivors = workspace.active_ranks
+    if survivors is not None and active_ranks.data_ptr() == survivors.data_ptr():
+        return
+    if workspace.is_elastic:
         raise InputError(
-            "active_ranks is given, but ranks_may_leave=False; create the layers of this workspace "
-            "with ranks_may_leave=True, or pass the attribute active_ranks, which mask() changes"
+            "active_ranks is given, but the exchange has places, of which some may have no memory; "
+            "pass the attribute active_ranks or nothing, and call leave() or renew() to change it"
         )
+    raise InputError(
+        "active_ranks is given, but ranks_may_leave=False; create the layers of this workspace "
+        "with ranks_may_leave=True, or pass the attribute active_ranks, which mask() changes"
+    )
 
 
 def names_itself(layer: LayerFormat, active_ranks: torch.Tensor) -> None:

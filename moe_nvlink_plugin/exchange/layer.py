@@ -56,8 +56,6 @@ def _closed(handle: int) -> ExchangeStateError:
 class LayerExchange:
     """Dispatch and combine of one layer. Any thread may call; a lock per channel orders the calls.
 
-    `number` is the layer's number among those created on the workspace, equal on all ranks.
-
     Attributes:
         config: the layer's configuration.
         recipe: the format that travels.
@@ -65,6 +63,8 @@ class LayerExchange:
         rows: name of the region -> row, for every payload.
         quantiser: kQuantiser* of config.h by which dispatch quantises; 0: it does not.
         workspace: symmetric memory that the layer uses.
+        layout: what the layer has where; the workspace's may have grown since.
+        number: the layer's number among those created on the workspace, equal on all ranks.
         handle: number by which `find` finds the layer.
     """
 
@@ -82,6 +82,7 @@ class LayerExchange:
         self.quantiser = self.format.quantiser
         self._checked_scales: set[tuple[int, int]] = set()
         self.workspace = workspace
+        self.layout, self.number = workspace.layout, number
         self._largest_scale = checks.largest_scale(config.combine_scale)
         channels = range(config.num_channels)
         # Loads kernels here and not in the first round: a failure is then an error of `create` on
@@ -91,11 +92,12 @@ class LayerExchange:
             self._channels = [Channel(self.format, workspace, i, number) for i in channels]
             if workspace.active_ranks is None:
                 size, device = config.ep_size, workspace.device
-                workspace.active_ranks = rank_masks.rank_mask(range(size), size, device)
+                present = [rank for rank in range(size) if rank not in workspace.left_out]
+                workspace.active_ranks = rank_masks.rank_mask(present, size, device)
         memory = workspace.memory
         self._window = range(memory.base_ptr, memory.base_ptr + memory.rank_stride * config.ep_size)
         family = variant(config, self.quantiser)
-        self._meet = survivors.load_meeting(workspace, family, config.num_channels)
+        self._meeting = survivors.load_meeting(workspace, family, config.num_channels)
         self._is_closed = False
         self.handle = next(_handles)
         _live[self.handle] = self
@@ -113,12 +115,12 @@ class LayerExchange:
                 running = channel.running
                 if running is not None and running.verb == "combine":
                     channel.state.value = 0  # so the round is complete for other layers
-            self._end_verbs()
+            self.end_verbs()
             self._channels = []
             self.workspace.abandon(self.handle)
             self.workspace.release()
 
-    def _end_verbs(self) -> None:
+    def end_verbs(self) -> None:
         """Wait for what runs beside its callers; nobody wants the results. Under the locks."""
         for channel in self._channels:
             # A parent's threads are not in this process.
@@ -232,7 +234,7 @@ class LayerExchange:
         fused = quantiser != 0
         extra_bytes = checks.dispatch(self.format, call, max_tokens, self._window, fused=fused)
         if call.active_ranks is not None:
-            checks.may_be_masked(self.format, call.active_ranks, self.workspace.active_ranks)
+            checks.may_be_masked(self.format, call.active_ranks, self.workspace)
             if self._may_look_at(call.active_ranks):
                 checks.names_itself(self.format, call.active_ranks)
         if call.topk_ids.dtype != torch.int32:
@@ -423,18 +425,25 @@ class LayerExchange:
 
     def mask(self, ranks: Iterable[int]) -> None:
         """Go on without ranks that have died, as MoeAllToAll.mask documents it."""
+        self._meet(survivors.leave_out, ranks)
+
+    def leave(self, ranks: Iterable[int]) -> None:
+        """Let ranks that live go, as MoeAllToAll.leave documents it."""
+        self.check_open()
+        self.synchronize()
+        self._meet(survivors.let_go, ranks)
+
+    def _meet(self, body: Callable[..., None], ranks: Iterable[int]) -> None:
         find(self.handle)
-        layers = [layer for layer in list(_live.values()) if layer.workspace is self.workspace]
+        layers = layers_on(self.workspace)
         everyones = [[channel.regions for channel in layer._channels] for layer in layers]
 
         def end_verbs() -> None:
             for layer in layers:
-                layer._end_verbs()
+                layer.end_verbs()
 
         limit_ns = self.workspace.startup.timeout_ns(Timeouts.of(self.config))
-        survivors.leave_out(
-            self.workspace, ranks, everyones, self._meet, 2 * limit_ns / 1e9, end_verbs
-        )
+        body(self.workspace, ranks, everyones, self._meeting, 2 * limit_ns / 1e9, end_verbs)
 
     def failure(self) -> MoeNvlinkError | None:
         """Return the error of a verb that failed, or None. Local; waits for nothing; any thread."""
@@ -450,3 +459,9 @@ class LayerExchange:
         if fault is not None:
             self.workspace.broken = fault
             raise fault
+
+
+def layers_on(workspace: Workspace[Executor]) -> list[LayerExchange]:
+    """Return the open layers on a workspace, in the order of their creation. Local."""
+    layers = [layer for layer in list(_live.values()) if layer.workspace is workspace]
+    return sorted(layers, key=lambda layer: layer.number)

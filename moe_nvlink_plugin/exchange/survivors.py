@@ -16,6 +16,7 @@ import torch
 
 from moe_nvlink_plugin.errors import (
     DisagreementError,
+    ExchangeStateError,
     ExchangeTimeoutError,
     InputError,
     PeerError,
@@ -91,6 +92,63 @@ def leave_out(
                 _clear(workspace, of_channel, gone)
         meeting.hold(workspace.meetings)
         workspace.recover(gone, meeting.mask)
+
+
+def let_go(
+    workspace: Workspace[Executor],
+    ranks: Iterable[int],
+    everyones_regions: Sequence[Sequence[dict[str, Region]]],
+    meet: Launch,
+    timeout_s: float,
+    end_verbs: Callable[[], None],
+) -> None:
+    """Let ranks that live go. Collective over all ranks; arguments as those of leave_out.
+
+    All meet twice: after the first time nobody reads what another one has, and after the second
+    nobody looks at an entry of the first, which the meetings of those that stay overwrite.
+
+    Raises:
+        InputError: a rank does not take part, or nobody stays. Nothing has changed.
+        ExchangeStateError: the workspace is unusable, or a dispatch waits for its combine.
+        DisagreementError, ExchangeTimeoutError: as leave_out.
+    """
+    leaving = _leaving(workspace, ranks)
+    with contextlib.ExitStack() as locks:
+        for channel in range(workspace.layout.num_channels):
+            locks.enter_context(workspace.channel_lock(channel))
+        workspace.check_usable()
+        if bool(workspace.pending.any()):
+            raise ExchangeStateError(
+                "leave() between a dispatch and its combine; call combine first"
+            )
+        workspace.executor.synchronize_device()
+        workspace.broken = PeerError(
+            "leave() has not come to its end on this rank; call mask() on the ranks that stay"
+        )
+        meeting = _Meeting(workspace, workspace.left_out, meet, timeout_s)
+        meeting.begin()
+        meeting.hold(workspace.meetings)
+        if workspace.group.rank in leaving:
+            workspace.broken = ExchangeStateError(
+                f"rank {workspace.group.rank} has left the exchange; close its layers"
+            )
+            return
+    leave_out(workspace, leaving, everyones_regions, meet, timeout_s, end_verbs)
+
+
+def _leaving(workspace: Workspace[Executor], ranks: Iterable[int]) -> list[int]:
+    size = workspace.group.size
+    present = [rank for rank in range(size) if rank not in workspace.left_out]
+    leaving = [*ranks]
+    for rank in leaving:
+        if type(rank) is not int or rank not in present:
+            raise InputError(f"rank {rank!r} cannot leave: the ranks that take part are {present}")
+    if len(set(leaving)) in (0, len(present)):
+        raise InputError(
+            f"ranks {leaving} cannot leave: name some of {present}, and not all, who would close "
+            "their layers"
+        )
+    return leaving
 
 
 def _gone(workspace: Workspace[Executor], ranks: Iterable[int]) -> tuple[int, ...]:

@@ -72,9 +72,15 @@ class Startup:
             self._complete += 1
             self._is_over = self._complete > 1
 
-    def begin_anew(self) -> None:
-        """Record that the epochs of all channels begin at 1 again. Start-up does not."""
+    def begin_anew(self, *, with_newcomers: bool = False) -> None:
+        """Record that the epochs of all channels begin at 1 again.
+
+        Args:
+            with_newcomers: start-up begins again too, because new ranks may compile or tune.
+        """
         self._rounds.clear()
+        if with_newcomers:
+            self._is_over, self._complete = False, 0
 
     def waited_s(self, channel: int, epoch: int, timeouts: Timeouts) -> float:
         """Return the limit in seconds of a wait in this round; epochs of a channel start at 1."""

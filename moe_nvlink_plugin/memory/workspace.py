@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from moe_nvlink_plugin.config import MAX_CHANNELS
-from moe_nvlink_plugin.errors import ExchangeStateError, MoeNvlinkError
-from moe_nvlink_plugin.groups import Group, Left, all_or_none
-from moe_nvlink_plugin.transport import SymmetricMemory, Transport
+from moe_nvlink_plugin.errors import ExchangeStateError, MoeNvlinkError, PeerError
+from moe_nvlink_plugin.groups import Group, Left, all_or_none, members_of
+from moe_nvlink_plugin.transport import Extent, SymmetricMemory, Transport
 
 from .executor import FaultWords, WordReader, WorkspaceExecutor
 from .layout import MAX_WINDOW_BYTES, Region, WorkspaceLayout
@@ -89,7 +90,9 @@ class Workspace(Generic[E]):
             order.
         broken: why no rank may use the workspace any more; None while it is usable. It belongs to
             the workspace, because the rounds of all layers share its cells and epochs.
-        left_out: ranks that have died, and that the others have agreed to go on without.
+        left_out: places without a rank, and ranks that have died or left, and that the others have
+            agreed to go on without.
+        is_elastic: whether ranks come and go; then every launch has a mask.
         active_ranks: mask of the other ranks, on the device; None: no layer is on the workspace.
         meetings: the largest number of a meeting after a death so far.
         has_met_in_vain: whether the last mask() has waited in vain for a rank.
@@ -104,7 +107,8 @@ class Workspace(Generic[E]):
         self.device = device
         self.executor = executor
         self.broken: MoeNvlinkError | None = None
-        self.left_out: tuple[int, ...] = ()
+        self.left_out = self._empty_places()
+        self.is_elastic = False
         self.active_ranks: torch.Tensor | None = None
         self.meetings = 0
         self.has_met_in_vain = False
@@ -123,11 +127,21 @@ class Workspace(Generic[E]):
         self._reading = threading.Lock()
         self._last_stats = ExchangeStats()
         self._users = 0
-        self._ensured = 0
+        #: How many layers there have been.
+        self.layers_so_far = 0
+        #: What is mapped, in the order of mapping.
+        self.extents: list[Extent] = []
+        #: False after a renewal that has failed: the addresses are there, and no memory.
+        self.is_mapped = True
+        #: What a renewal keeps, by channel: region, bytes.
+        self._kept: list[list[tuple[Region, torch.Tensor]]] = []
         self._owner = os.getpid()
         #: Whether the workspace belongs to the process that this one is a fork of.
         self.is_parents = False
         _alive.add(self)
+
+    def _empty_places(self) -> tuple[int, ...]:
+        return tuple(sorted(set(range(self.group.size)).difference(members_of(self.group))))
 
     def leave_to_parent(self) -> None:
         """Record that this process is a fork of the one whose workspace this is. Local."""
@@ -160,8 +174,8 @@ class Workspace(Generic[E]):
         if wanted != self._layout:
             self._place(wanted)
         self._users += 1
-        self._ensured += 1
-        return self._ensured - 1
+        self.layers_so_far += 1
+        return self.layers_so_far - 1
 
     def _wanted(self, layout_for: Callable[[int], WorkspaceLayout]) -> WorkspaceLayout:
         self.check_usable()
@@ -222,25 +236,116 @@ class Workspace(Generic[E]):
                 "round has failed"
             )
 
-    def recover(self, left_out: tuple[int, ...], active_ranks: torch.Tensor) -> None:
+    def recover(
+        self,
+        left_out: tuple[int, ...],
+        active_ranks: torch.Tensor,
+        *,
+        with_newcomers: bool = False,
+    ) -> None:
         """Make the workspace usable without some ranks. Local; its memory is as when it was made.
 
         Args:
-            left_out: the ranks that have died.
+            left_out: places without a rank, and ranks that have died.
             active_ranks: mask of the others.
+            with_newcomers: some of these have just come; start-up's limit holds again.
         """
         assert self._faults is not None
         assert self.active_ranks is not None
         for channel in range(self.layout.num_channels):
             self._faults.clear(channel)
         self.pending.zero_()
-        self.startup.begin_anew()
+        self.startup.begin_anew(with_newcomers=with_newcomers)
         self.left_out = left_out
         self.has_met_in_vain = False
         self.active_ranks.copy_(active_ranks)  # in place: a CUDA graph may have captured it
         self.broken = None
 
-    def _place(self, layout: WorkspaceLayout) -> None:
+    def enter(self, group: Group, layout: WorkspaceLayout, extents: Sequence[Extent]) -> None:
+        """Get memory that ranks of the group have already, which call `renew`. Collective.
+
+        Args:
+            group: the ranks.
+            layout: the layout in use.
+            extents: what the others have mapped.
+
+        Raises:
+            MoeNvlinkError: a rank failed. Nothing of this call remains.
+        """
+        self.group = group
+        self._place(layout, extents)
+        self.left_out = self._empty_places()
+
+    def renew(self, group: Group, extents: Sequence[Extent]) -> None:
+        """Have zeroed memory with the ranks of a group, at the same addresses. Collective.
+
+        The ranks of the old group that are not in the new one keep what they have mapped, which is
+        no longer ours: a process that wakes late changes nothing.
+
+        Args:
+            group: its size and this rank are those of the workspace's group. Its new ranks call
+                `enter`.
+            extents: what is mapped.
+
+        Raises:
+            MoeNvlinkError: a rank failed, and this one has no memory now; it may call again.
+        """
+        if self.is_mapped:
+            self._kept = [self._totals(channel) for channel in range(self.layout.num_channels)]
+            self._last_stats = self.stats()
+        # Of a kind after which this function may be called again.
+        self.broken = PeerError(
+            "renew() has not come to its end on this rank, whose memory is gone; call renew() "
+            "again, on all ranks of a group"
+        )
+        with self._reading:
+            self.is_mapped = False
+        memory = self.memory
+        memory.renew(group)
+        self.group = group
+        memory.extend(extents)
+        all_or_none(group, "initialising the workspace", self._begin_again)
+        self.left_out = self._empty_places()
+
+    def _totals(self, channel: int) -> list[tuple[Region, torch.Tensor]]:
+        regions = self.layout.channel_regions(channel)
+        kept = (regions["counters"], regions["wait_totals"])
+        return [(region, self.region_bytes(region).to("cpu", copy=True)) for region in kept]
+
+    def _begin_again(self) -> None:
+        """Put into fresh memory what the host has put into the first, and the totals. Local."""
+        assert self._faults is not None
+        for channel, kept in enumerate(self._kept):
+            # Without it a fault would not reach the host: verbs would return wrong rows.
+            region = self.layout.channel_regions(channel)["local"]
+            self._faults.connect(channel, self.memory.local(region.offset, region.size_bytes))
+            for of_region, content in kept:
+                self.region_bytes(of_region).copy_(content)
+        self.meetings = 0
+        self.is_mapped = True
+
+    @contextlib.contextmanager
+    def one_more_user(self, layout: WorkspaceLayout) -> Iterator[None]:
+        """Count a layer whose regions have the places of this layout, if it can be made. Local."""
+        self._users += 1
+        self._layout = layout
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise
+
+    def count(self, layout: WorkspaceLayout, layers_so_far: int) -> None:
+        """Take from other ranks the last layout, and how many layers there were. Local."""
+        self._layout, self.layers_so_far = layout, layers_so_far
+
+    def forsake(self) -> None:
+        """Give up memory that no layer uses, if there is any. Local."""
+        if self._memory is not None:
+            self._users = 1
+            self.release()
+
+    def _place(self, layout: WorkspaceLayout, wanted: Sequence[Extent] = ()) -> None:
         before = self._layout
         logger.info(
             "moe_nvlink: rank %d of %d %s a workspace of %.1f MiB (%d channel(s); %s)",
@@ -258,7 +363,7 @@ class Workspace(Generic[E]):
         memory_has_grown = False
         try:
             # Memory comes in whole pages, so a layout may grow within mapped memory.
-            if extents := layout.extents(before):
+            if extents := wanted or layout.extents(before):
                 memory.extend(extents)
             memory_has_grown = bool(extents)
             all_or_none(
@@ -275,6 +380,7 @@ class Workspace(Generic[E]):
                 self.broken = MoeNvlinkError(f"growing failed half-way: {error}")
             raise
         self._memory, self._layout = memory, layout
+        self.extents.extend(extents)
         if before is None:
             assert self._faults is not None
             # It also serves layers that are dropped without close.
@@ -334,7 +440,7 @@ class Workspace(Generic[E]):
                 the totals of running verbs may be missing; any thread may call, also while
                 another thread captures a CUDA graph.
         """
-        if self._memory is None:
+        if self._memory is None or not self.is_mapped:
             return self._last_stats
         total = ExchangeStats()
         for channel in range(self.layout.num_channels):
@@ -342,7 +448,8 @@ class Workspace(Generic[E]):
             counters = self._numbers(regions["counters"], len(COUNTERS), wait)
             waits = self._numbers(regions["wait_totals"], self.group.size, wait)
             total = total.plus(ExchangeStats._make([*counters, tuple(waits)]))
-        return total
+        # A renewal may have begun meanwhile.
+        return total if self.is_mapped else self._last_stats
 
     def _numbers(self, region: Region, count: int, wait: bool) -> list[int]:
         if not wait:
@@ -354,6 +461,8 @@ class Workspace(Generic[E]):
         """Return the first words of a rank's control region; waits for no launch."""
         with self._reading:
             memory = self.memory
+            if not self.is_mapped:
+                return [0] * count
             assert self._reader is not None
             address = memory.base_ptr + rank * memory.rank_stride + region.offset
             return self._reader.read(address, count)
@@ -367,9 +476,9 @@ class Workspace(Generic[E]):
         waited = [[0] * size for _ in range(size)]
         for channel in range(self.layout.num_channels):
             region = self.layout.channel_regions(channel)["wait_totals"]
-            for rank, totals in enumerate(waited):
+            for rank in members_of(self.group):  # an empty place has no memory
                 for peer, number in enumerate(self._numbers_of(rank, region, size)):
-                    totals[peer] += number
+                    waited[rank][peer] += number
         return waited
 
     def release(self) -> None:

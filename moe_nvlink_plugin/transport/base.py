@@ -66,6 +66,25 @@ class SymmetricMemory(Protocol):
         """
         ...
 
+    def renew(self, group: Group) -> None:
+        """Unmap everything, and go on with the ranks of another group. Collective over these.
+
+        Address and stride stay, and so do tensors over the window, which nobody may touch before
+        `extend` has mapped memory at their places again. Ranks of the group that have no memory yet
+        call `Transport.reserve` meanwhile, whose collective steps are the same. Ranks of the old
+        group need not take part: they keep what they have mapped, which is no longer ours.
+
+        Only `MoeAllToAll.renew` calls it. A third-party memory without it serves all else.
+
+        Args:
+            group: the ranks; its size and this rank are those of before. If it has `members`, only
+                these places have a rank.
+
+        Raises:
+            MoeNvlinkError: on every rank, if one rank fails; what was mapped may be gone.
+        """
+        ...
+
     def local(self, offset: int, size_bytes: int) -> torch.Tensor:
         """Return bytes of this rank's workspace, `[size_bytes]` uint8. Local.
 

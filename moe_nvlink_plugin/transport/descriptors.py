@@ -82,7 +82,7 @@ class Listener:
     def exchange(
         self,
         rank: int,
-        addresses: Sequence[Address],
+        addresses: Sequence[Address | None],
         descriptors: Sequence[int],
         receive: Receive,
         timeout_s: float,
@@ -94,7 +94,7 @@ class Listener:
 
         Args:
             rank: this rank.
-            addresses: every rank's address, in rank order.
+            addresses: every rank's address, in rank order; None: there is no such rank.
             descriptors: this rank's open descriptors; they stay the caller's.
             receive: called as `receive(peer, descriptors)` in this thread, once per peer.
             timeout_s: seconds for the whole exchange.
@@ -107,7 +107,8 @@ class Listener:
         taker = _Taker(self._socket, self.address.secret, receive, deadline)
         sender.start()
         try:
-            waiting = taker.run(set(range(len(addresses))) - {rank}, sender)
+            peers = {peer for peer, address in enumerate(addresses) if address is not None}
+            waiting = taker.run(peers - {rank}, sender)
         finally:
             sender.join()  # the sender keeps the deadline too
         for error in [*taker.errors, *sender.errors]:
@@ -245,7 +246,11 @@ class _Sender(threading.Thread):
     """
 
     def __init__(
-        self, rank: int, addresses: Sequence[Address], descriptors: Sequence[int], deadline: float
+        self,
+        rank: int,
+        addresses: Sequence[Address | None],
+        descriptors: Sequence[int],
+        deadline: float,
     ) -> None:
         super().__init__(name="moe_nvlink descriptors", daemon=True)
         self._rank, self._addresses, self._descriptors = rank, addresses, descriptors
@@ -257,8 +262,11 @@ class _Sender(threading.Thread):
         size = len(self._addresses)
         for step in range(1, size):
             peer = (self._rank + step) % size
+            address = self._addresses[peer]
+            if address is None:
+                continue
             try:
-                self._send_to(peer)
+                self._send_to(peer, address)
             except OSError as error:
                 if isinstance(error, ConnectionError):
                     self.gone.add(peer)
@@ -266,16 +274,16 @@ class _Sender(threading.Thread):
             except Exception as error:  # else it would end unseen in this thread
                 self.errors.append(error)
 
-    def _send_to(self, peer: int) -> None:
+    def _send_to(self, peer: int, address: Address) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            self._connect(connection, peer)
+            self._connect(connection, peer, address)
             if _peer_uid(connection) != os.getuid():
                 raise TransportError(
                     f"another user answers in the place of rank {peer}; run all ranks as one user"
                 )
             count = len(self._descriptors)
             connection.settimeout(_left(self._deadline))
-            connection.send(_HELLO.pack(self._addresses[peer].secret, self._rank, count))
+            connection.send(_HELLO.pack(address.secret, self._rank, count))
             for first in range(0, count, _MOST_IN_PACKET):
                 connection.settimeout(_left(self._deadline))
                 chunk = self._descriptors[first : first + _MOST_IN_PACKET]
@@ -283,11 +291,11 @@ class _Sender(threading.Thread):
                 if not connection.recv(1):
                     raise ConnectionResetError
 
-    def _connect(self, connection: socket.socket, peer: int) -> None:
+    def _connect(self, connection: socket.socket, peer: int, address: Address) -> None:
         while True:
             try:
                 connection.settimeout(_left(self._deadline))
-                connection.connect(self._addresses[peer].name)
+                connection.connect(address.name)
                 return
             except BlockingIOError as error:  # the peer's queue is full
                 if time.monotonic() > self._deadline:
@@ -301,10 +309,12 @@ class _Sender(threading.Thread):
     def probe(self, peers: set[int]) -> None:
         """Add the peers that no longer listen to `gone`. Call it after the thread has ended."""
         for peer in peers:
+            address = self._addresses[peer]
+            assert address is not None
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
                 connection.setblocking(False)
                 try:
-                    connection.connect(self._addresses[peer].name)
+                    connection.connect(address.name)
                 except ConnectionRefusedError:
                     self.gone.add(peer)
                 except OSError:

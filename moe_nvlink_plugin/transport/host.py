@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 
 from moe_nvlink_plugin.errors import TransportError
-from moe_nvlink_plugin.groups import Group, all_or_none
+from moe_nvlink_plugin.groups import Group, all_or_none, members_of
 
 from . import hosts
 from .base import HUGE_PAGE_BYTES, Extent
@@ -94,20 +94,24 @@ def _unmap_window(window: tuple[int, int]) -> None:
     _libc.munmap(*window)
 
 
+def _map_zeros(address: int, size: int) -> None:
+    """Map zeros of this process's own, so that tensors there stay valid addresses. Local."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+    try:
+        _mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    except TransportError:  # the system commits no such size: then nobody may look there
+        _map_nothing(address, size)
+
+
 def _leave_windows_to_the_parent() -> None:
     """Replace the shared memory by zeros of this process's own, after a fork.
 
     The child's tensors stay valid addresses, but what it writes there must not reach the ranks: the
     parent is one of them, and goes on.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
     for address, size in list(_windows):  # the collector may unmap one meanwhile
-        if (address, size) not in _windows:
-            continue
-        try:
-            _mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-        except TransportError:  # the system commits no such size: then nobody may look there
-            _map_nothing(address, size)
+        if (address, size) in _windows:
+            _map_zeros(address, size)
 
 
 os.register_at_fork(after_in_child=_leave_windows_to_the_parent)
@@ -274,7 +278,7 @@ class HostMemory:
             theirs = [asked for _name, asked in told]
 
             def map_all() -> None:
-                check_same_extents(group.rank, extents, theirs)
+                check_same_extents(group, extents, theirs)
                 self._map_all(mine, names, pieces)
 
             all_or_none(group, "mapping shared memory", map_all)
@@ -287,9 +291,28 @@ class HostMemory:
                 segment.close()
         self._mapped.add(extents)
 
+    def renew(self, group: Group) -> None:
+        """Unmap everything, and go on with the ranks of another group. Collective; see base.
+
+        Raises:
+            UnsupportedError: the ranks are on several hosts, or see several /dev/shm.
+            TransportError: the memory is closed, or cannot be unmapped.
+            PeerError: another rank failed.
+        """
+        _check_one_host(group)
+
+        def unmap() -> None:
+            self._check_open()
+            _map_nothing(self.base_ptr, self.rank_stride * group.size)
+            _map_zeros(self.base_ptr + group.rank * self.rank_stride, self.rank_stride)
+            self._mapped.clear()
+
+        all_or_none(group, "reserving addresses", unmap)
+        self._group = group
+
     def _map_all(self, mine: _Segment, names: list[str], pieces: list[_Piece]) -> None:
         size_bytes = pieces[-1].file_offset + pieces[-1].size_bytes
-        for peer, name in enumerate(names):
+        for peer, name in zip(members_of(self._group), names, strict=True):
             if peer == self._group.rank:
                 self._map_rank(peer, mine.fd, pieces)
                 for piece in pieces:
@@ -309,8 +332,9 @@ class HostMemory:
 
     def _take_back(self, pieces: list[_Piece]) -> None:
         for peer in range(self._group.size):
+            take = _map_zeros if peer == self._group.rank else _map_nothing
             for piece in pieces:
-                _map_nothing(self._address(peer, piece), piece.size_bytes)
+                take(self._address(peer, piece), piece.size_bytes)
 
     def _address(self, rank: int, piece: _Piece) -> int:
         return self.base_ptr + rank * self.rank_stride + piece.offset
@@ -337,6 +361,11 @@ class HostMemory:
     def leak(self) -> None:
         """Keep the window mapped until the process ends. Local."""
         self._unmap.detach()
+
+
+def _check_one_host(group: Group) -> None:
+    everyones = group.all_gather_object(hosts.here())
+    hosts.check_shared(dict(zip(members_of(group), everyones, strict=True)))
 
 
 class _Piece(NamedTuple):
@@ -385,5 +414,5 @@ class HostTransport:
             TransportError: this rank's address space is too small.
             PeerError: another rank's address space is too small.
         """
-        hosts.check_shared(group.all_gather_object(hosts.here()))
+        _check_one_host(group)
         return all_or_none(group, "reserving addresses", lambda: HostMemory(group, reserve_bytes))

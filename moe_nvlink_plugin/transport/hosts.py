@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,18 +47,18 @@ def here() -> Host:
     return Host(boot_id(), shared_memory, socket.gethostname())
 
 
-def check_shared(ranks: Sequence[Host]) -> None:
+def check_shared(ranks: Mapping[int, Host]) -> None:
     """Check that all ranks can share memory. Local; every rank gets the same result from `ranks`.
 
     Args:
-        ranks: the place of each rank.
+        ranks: rank -> its place.
 
     Raises:
         UnsupportedError: they are on several hosts, or see several /dev/shm of one host; names the
             ranks of each.
     """
-    by_host = _by({rank: (host.boot, host.name) for rank, host in enumerate(ranks)})
-    if len({host.boot for host in ranks}) > 1:
+    by_host = _by({rank: (host.boot, host.name) for rank, host in ranks.items()})
+    if len({host.boot for host in ranks.values()}) > 1:
         where = "; ".join(
             f"{_ranks(found)} on {name} (boot id {boot})" for (boot, name), found in by_host.items()
         )
@@ -66,11 +66,12 @@ def check_shared(ranks: Sequence[Host]) -> None:
             f"the CPU ranks are on several hosts, and their transport is the shared memory of one "
             f"host: {where}. Start all ranks on one host"
         )
-    views = _by({rank: (host.shared_memory, "") for rank, host in enumerate(ranks)})
+    views = _by({rank: (host.shared_memory, "") for rank, host in ranks.items()})
     if len(views) > 1:
         raise UnsupportedError(
-            f"the CPU ranks are on one host ({ranks[0].name}) and see different {SHARED_MEMORY}: "
-            f"{'; '.join(_ranks(found) for found in views.values())}. Let their containers share "
+            f"the CPU ranks are on one host ({next(iter(ranks.values())).name}) and see different "
+            f"{SHARED_MEMORY}: {'; '.join(_ranks(found) for found in views.values())}. "
+            "Let their containers share "
             "it (docker: --ipc=host, or --ipc=container:NAME; Kubernetes: one volume of medium "
             f"Memory at {SHARED_MEMORY})"
         )

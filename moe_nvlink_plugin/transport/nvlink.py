@@ -23,7 +23,7 @@ import torch
 
 from moe_nvlink_plugin import driver, env, frameworks
 from moe_nvlink_plugin.errors import DriverError, MoeNvlinkError, TransportError, UnsupportedError
-from moe_nvlink_plugin.groups import Group, all_or_none
+from moe_nvlink_plugin.groups import Group, all_or_none, members_of
 
 from . import topology, vmm
 from .base import Extent
@@ -154,6 +154,40 @@ class NvlinkMemory:
         self.window.mappings.extend(building.mappings)
         self._mapped.add(extents)
 
+    def renew(self, group: Group) -> None:
+        """Unmap everything, and go on with the ranks of another group. Collective; see base.
+
+        It waits for the GPU.
+
+        Raises:
+            UnsupportedError: as `NvlinkTransport.reserve`; or more ranks than before would use this
+                rank's GPU, of which the kernels of each got their share when they were loaded.
+            TransportError: the memory is closed, or cannot be unmapped.
+            PeerError: another rank failed.
+        """
+        all_or_none(group, "finding the GPU", lambda: self.window)
+        agreed = _agree(group, self._index)
+        all_or_none(
+            group,
+            "reserving addresses",
+            lambda: _on_device(self._index, lambda: self._give_up(agreed)),
+        )
+        self._group, self._sharing = group, agreed.sharing
+
+    def _give_up(self, agreed: _Agreed) -> None:
+        if agreed.ranks_on_device > self.ranks_on_device:
+            raise UnsupportedError(
+                f"{agreed.ranks_on_device} ranks would use GPU {self._index}, of which this rank's "
+                f"kernels take a share for {self.ranks_on_device}; start the new rank on another "
+                "GPU"
+            )
+        driver.call("cuCtxSynchronize")
+        mappings = self.window.mappings
+        while mappings:
+            driver.call("cuMemUnmap", *mappings[-1])
+            mappings.pop()
+        self._mapped.clear()
+
     def _step(self, what: str, body: Callable[[], T]) -> T:
         return all_or_none(self._group, what, lambda: _on_device(self._index, body))
 
@@ -263,13 +297,15 @@ class _Building:
         """
         memory = self._memory
         rank = memory._group.rank
-        check_same_extents(rank, self._extents, [offer.extents for offer in offers])
+        check_same_extents(memory._group, self._extents, [offer.extents for offer in offers])
+        placed = dict(zip(members_of(memory._group), offers, strict=True))
         if self._listener is None:
-            for peer, offer in enumerate(offers):
+            for peer, offer in placed.items():
                 if peer != rank:
                     self._receive(peer, offer.fabric)
             return
-        addresses = [offer.address for offer in offers if offer.address is not None]
+        present = {peer: offer.address for peer, offer in placed.items()}
+        addresses = [present.get(peer) for peer in range(memory._group.size)]
         self._listener.exchange(rank, addresses, self._shared, self._receive, memory._timeout_s)
 
     def _receive(self, peer: int, shared: Sequence[Any]) -> None:
@@ -415,10 +451,26 @@ def _agree(group: Group, index: int) -> _Agreed:
 
         mine = all_or_none(group, "looking at the GPU", lambda: _on_device(index, look))
         ranks: list[topology.Facts] = group.all_gather_object(mine)
+        me = list(members_of(group)).index(group.rank)
+        stack.enter_context(_places_named(group))
         sharing = topology.decide(ranks)
         if sharing is vmm.Sharing.FABRIC:
             failed = all_or_none(
-                group, "trying FABRIC handles", lambda: topology.try_peers(group.rank, ranks)
+                group, "trying FABRIC handles", lambda: topology.try_peers(me, ranks)
             )
             topology.check_trials(ranks, group.all_gather_object(failed))
-        return _Agreed(sharing, topology.ranks_on_gpu(group.rank, ranks))
+        return _Agreed(sharing, topology.ranks_on_gpu(me, ranks))
+
+
+@contextlib.contextmanager
+def _places_named(group: Group) -> Iterator[None]:
+    """Say in an error which ranks it numbers, if some places of the group are empty."""
+    try:
+        yield
+    except UnsupportedError as error:
+        members = list(members_of(group))
+        if members == list(range(group.size)):
+            raise
+        raise UnsupportedError(
+            f"{error} (here ranks 0, 1, 2, ... are those in places {members})"
+        ) from error

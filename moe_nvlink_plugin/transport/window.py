@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_nvlink_plugin.errors import TransportError
+from moe_nvlink_plugin.groups import Group, members_of
 
 from .base import Extent
 
@@ -21,6 +22,10 @@ class MappedRanges:
         self._stride = stride
         self._alignment = alignment
         self._ranges: list[tuple[int, int]] = []  # [start, end), sorted, not adjacent
+
+    def clear(self) -> None:
+        """Record that nothing is mapped."""
+        self._ranges = []
 
     def check(self, extents: Sequence[Extent]) -> None:
         """Check that `extents` can be mapped.
@@ -72,21 +77,23 @@ class MappedRanges:
             raise TransportError(f"bytes [{offset}, {end}) are not mapped; mapped: {self._ranges}")
 
 
-def check_same_extents(rank: int, extents: Sequence[Extent], everyones: Sequence[object]) -> None:
+def check_same_extents(
+    group: Group, extents: Sequence[Extent], everyones: Sequence[object]
+) -> None:
     """Check that all ranks were asked to map the same extents. Local.
 
     Args:
-        rank: this rank.
+        group: the ranks.
         extents: the extents of this rank.
-        everyones: for each rank, in rank order: its extents as a tuple.
+        everyones: for each rank of the group, in its order: its extents as a tuple.
 
     Raises:
         TransportError: a rank was asked for other extents; names that rank and both requests.
     """
     mine = tuple(extents)
-    for peer, theirs in enumerate(everyones):
+    for peer, theirs in zip(members_of(group), everyones, strict=True):
         if theirs != mine:
             raise TransportError(
-                f"rank {peer} was asked to map {theirs}, rank {rank} {mine}; the ranks' "
+                f"rank {peer} was asked to map {theirs}, rank {group.rank} {mine}; the ranks' "
                 "configurations differ"
             )
