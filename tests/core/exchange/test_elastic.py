@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -130,7 +130,7 @@ def test_ranks_come_and_go(case: Case) -> None:
         for index in range(ROUNDS * num_layers * case.num_channels):
             number = index // (num_layers * case.num_channels)
             masked, inputs = at_stage(case, stage, number, places)
-            seen = {place: lives[place][stage][index] for place in sorted(places)}
+            seen = {place: (lives[place][stage] or [])[index] for place in sorted(places)}
             check_round(masked, inputs, seen)
 
 
@@ -277,20 +277,22 @@ def test_what_was_prepared_before_serves_newcomers() -> None:
 def test_layers_of_places_that_were_outgrown() -> None:
     """A newcomer finds each layer's rows where the others have them."""
     meet = Meetings()
-    large = {"max_tokens_per_rank": 40 * PAIR.capacity}
+    capacity = 40 * PAIR.capacity
 
     def body(place: int) -> Any:
         places = (0, 1, 2)
         if place == 2:
             config = config_of(PAIR, 2, places)
-            configs = [config, dataclasses.replace(config, **large)]
+            configs = [config, dataclasses.replace(config, max_tokens_per_rank=capacity)]
             layers = MoeAllToAll.join(configs, meet("join", 2, places))
         else:
             layers = [created(meet, place)]
             closed = MoeAllToAll.create(
                 layers[0].config, meet("closed", place, (0, 1)), share_with=layers[0]
             )
-            config = dataclasses.replace(config_of(PAIR, place, (0, 1)), **large)
+            config = dataclasses.replace(
+                config_of(PAIR, place, (0, 1)), max_tokens_per_rank=capacity
+            )
             group = meet("large", place, (0, 1))
             layers.append(MoeAllToAll.create(config, group, share_with=layers[0]))
             closed.close()
@@ -373,12 +375,13 @@ def test_who_calls_something_else_is_named() -> None:
         others = dataclasses.replace(config, top_k=2)
         if place == 2:
             said = []
-            for name, call in {
+            calls: dict[str, Callable[[Any], object]] = {
                 "other verb": lambda group: MoeAllToAll.create(config, group),
                 "top_k": lambda group: MoeAllToAll.join([others], group),
                 "layers": lambda group: MoeAllToAll.join([config, config], group),
                 "place": lambda group: MoeAllToAll.join([config_of(PAIR, 2, (2, 0))], group),
-            }.items():
+            }
+            for name, call in calls.items():
                 with pytest.raises(MoeNvlinkError) as caught:
                     call(meet(name, 2, three))
                 said.append(caught.value)

@@ -30,7 +30,7 @@ from moe_nvlink_plugin.errors import (
     TransportError,
     UnsupportedError,
 )
-from moe_nvlink_plugin.groups import Group, as_group
+from moe_nvlink_plugin.groups import Group, Placed, as_group
 from moe_nvlink_plugin.plugins import registry
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from moe_nvlink_plugin.transport import Extent, nvlink, topology, vmm
@@ -122,8 +122,8 @@ def both_bodies(rank: int, size: int, kind: str) -> dict[str, Any]:
     """Errors come back as text, so that each test shows its own."""
     if kind == "FABRIC":
         pretend_host(rank)
-    found: dict[str, Any] = {"kind": kind}
-    for body in (growth_body, failing_body):
+    found: dict[str, Any] = {"kind": kind, "rank": rank}
+    for body in (growth_body, renewal_body, failing_body):
         try:
             found[body.__name__] = body(rank, size)
         except BaseException:
@@ -187,6 +187,71 @@ def closing_body(memory: NvlinkMemory, rows: torch.Tensor, whole: torch.Tensor) 
     gc.collect()
     assert bool((rows == rows[0]).all())
     assert control().live()["mappings"] > 0
+
+
+def test_ranks_come_and_go_at_the_same_addresses(results: list[dict[str, Any]]) -> None:
+    """Descriptors become FABRIC handles when a rank of another host comes."""
+    for found in results:
+        ways = ["POSIX", found["kind"], found["kind"]]
+        assert found["renewal_body"] == {0: ways, 1: ways[:2], 2: ways[1:]}[found["rank"]]
+
+
+def renewal_body(rank: int, size: int) -> list[str]:
+    """Ranks 0 and 1, then all three, then 0 and 2."""
+    before, extents, ways = state(), [Extent(0, 5000), Extent(4 * MIB, MIB)], []
+    memory: NvlinkMemory | None = None
+    stages = ((0, 1), (0, 1, 2), (0, 2))
+    groups = [dist.new_group(list(places)) for places in stages]
+    addresses = set()
+    for number, (places, group) in enumerate(zip(stages, groups, strict=True)):
+        if rank in places:
+            placed = Placed(as_group(group, 60), places, size)
+            if memory is None:
+                memory = FakeNvlinkTransport().reserve(placed, 16 * MIB, CPU)
+            else:
+                memory.renew(placed)
+                with pytest.raises(TransportError, match="not mapped"):
+                    memory.local(0, 5000)
+            memory.extend(extents)
+            rows = memory.local(0, 5000)
+            addresses.add(rows.data_ptr())
+            assert not rows.any(), "not zeroed"
+            ways.append(memory._sharing.name)
+        world().all_gather_object(None)
+        if memory is not None:
+            # At last also rank 1, which nobody has any more.
+            memory.local(0, 5000).fill_(10 * number + rank + 1)
+        world().all_gather_object(None)
+        if memory is not None and rank in places:
+            bases = [memory.base_ptr + place * memory.rank_stride for place in places]
+            seen = [byte_at(memory._index, base + 4999) for base in bases]
+            assert seen == [10 * number + place + 1 for place in places]
+            assert control().live()["mappings"] == before[0]["mappings"] + 2 * len(places)
+        world().all_gather_object(None)
+    assert memory is not None
+    assert len(addresses) == 1
+    memory.close()
+    del memory, rows
+    assert state()[0] == before[0]  # the groups have sockets
+    return ways
+
+
+def test_more_ranks_on_a_gpu_than_its_kernels_leave_room_for(fake: Callable[..., Any]) -> None:
+    fake(1, crowded_body, devices=2)
+
+
+def crowded_body(_rank: int, _size: int) -> None:
+    """The agreement of the ranks is a stand-in: threads may not share a GPU."""
+    first = ThreadGroup.ranks(1)[0]
+    memory = allocated(FakeNvlinkTransport(), first, MIB)
+    crowd = nvlink._Agreed(vmm.Sharing.POSIX, 2)
+    with (
+        mock.patch.object(nvlink, "_agree", return_value=crowd),
+        pytest.raises(UnsupportedError, match="2 ranks would use GPU 0"),
+    ):
+        memory.renew(first)
+    assert memory.local(0, MIB).numel() == MIB  # nothing has changed
+    memory.close()
 
 
 def test_many_ranks(fake: Callable[..., Any]) -> None:
