@@ -263,9 +263,9 @@ def host_threads() -> int:
     return _integer("MOE_NVLINK_HOST_THREADS", MAX_HOST_THREADS, "1") or 1
 
 
-def timeout_s() -> float:
-    """Return the default of AllToAllConfig.timeout_s, in seconds."""
-    return _seconds("MOE_NVLINK_TIMEOUT_S", 300.0)
+def timeout_s(default: float = 300.0) -> float:
+    """Return the default of AllToAllConfig.timeout_s, in seconds; `default` if nobody says."""
+    return _seconds("MOE_NVLINK_TIMEOUT_S", default)
 
 
 def first_timeout_s() -> float:

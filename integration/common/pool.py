@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 #: frameworks' CUDA graphs; a graph of 12 tokens has 16 slots. And columns of fp32 scales over all
 #: slots then begin at multiples of 16 bytes, which TMA needs.
 BOUND_MULTIPLE = 8
+#: Seconds that ranks wait for one another under fault tolerance, if MOE_NVLINK_TIMEOUT_S does not
+#: say: users wait as long for an answer that does not come.
+FAULT_TIMEOUT_S = 10.0
 
 
 def bound_of_step(most_tokens: int | None, capacity: int) -> int:
@@ -51,6 +54,8 @@ class ExchangePool:
         options: what the user chose.
         name: tells the pools of one worker apart in the names of the counters' files.
         holds_startup: whether the adapter calls `end_startup`.
+        tolerates_faults: whether the adapter calls `go_on_without` after a failure of the exchange,
+            instead of ending the worker. Ranks then wait less long for one another.
         checks_itself: whether the first exchange comes after a self-check of its configuration.
         more_stats: returns further keys of the counters' file; waits for no launch.
         publication: where the counters go beside their file; the pool closes it.
@@ -64,6 +69,7 @@ class ExchangePool:
         *,
         name: str = "",
         holds_startup: bool = False,
+        tolerates_faults: bool = False,
         checks_itself: bool = False,
         more_stats: Callable[[], Mapping[str, object]] = dict,
         publication: Publication | None = None,
@@ -73,7 +79,7 @@ class ExchangePool:
         #: Whether the rank's tokens are dummies; see `idling`.
         self.is_idle = False
         self._holds_startup = holds_startup
-        self._checks_itself = checks_itself
+        self._tolerates_faults, self._checks_itself = tolerates_faults, checks_itself
         self._more_stats, self._publication = more_stats, publication
         self._exchanges: dict[Geometry, MoeAllToAll] = {}
         #: Scales that the user named, on the device, with their values.
@@ -94,6 +100,8 @@ class ExchangePool:
             ep_rank=self.ranks.rank,
             combine=self.options.combine,
             ranks_may_leave=False,
+            timeout_s=env.timeout_s(FAULT_TIMEOUT_S) if self._tolerates_faults else None,
+            first_timeout_s=env.first_timeout_s() if self._tolerates_faults else None,
             **geometry._asdict(),
         )
 
@@ -190,6 +198,24 @@ class ExchangePool:
         for exchange in self._exchanges.values():  # one is enough: they share the workspace
             exchange.end_startup()
 
+    def places(self) -> tuple[int, ...]:
+        """Return the ranks that take part. Local."""
+        for exchange in self._exchanges.values():
+            return exchange.places
+        return tuple(range(self.ranks.size))
+
+    def has_failed(self) -> torch.Tensor:
+        """Return whether a verb has failed, a scalar bool on the device. Local; capturable."""
+        words = [word for exchange in self.exchanges[:1] for word in exchange.fault_words()]
+        if not words:
+            return torch.zeros((), dtype=torch.bool, device=self.device)
+        return torch.stack(words).any()
+
+    def go_on_without(self, ranks: Iterable[int]) -> None:
+        """Go on without ranks that have died. Collective over the others; as `MoeAllToAll.mask`."""
+        for exchange in self.exchanges[:1]:  # one is enough: they share the workspace
+            exchange.mask(*ranks)
+
     def close(self) -> None:
         """Write the last counters and release the workspace. Local; idempotent."""
         if self._watch is not None:
@@ -210,7 +236,7 @@ class ExchangePool:
         if self._holds_startup:
             first.hold_startup()
         self._start_stats(first)
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self._tolerates_faults:
             self._watch = FailureWatch(first.failure)
         if self.ranks.rank == 0 and self.ranks.size > 1:  # one line in the log, not one a rank
             of_pool = weakref.ref(first)  # a thread keeps no dropped exchange alive

@@ -3,11 +3,12 @@
 * ``platform_plugin`` (group ``vllm.platform_plugins``) offers vLLM a subclass of the platform it
   would choose itself. The subclass adds the ``moe_nvlink`` choice to ``--all2all-backend``, checks
   the configuration and names our communicator.
-* ``register`` (group ``vllm.general_plugins``) makes ``LLM(all2all_backend="moe_nvlink")`` work.
+* ``register`` (group ``vllm.general_plugins``) makes ``LLM(all2all_backend="moe_nvlink")`` work,
+  and gives our sentinel to engines that ask for us and for fault tolerance.
 
 The rooms, from the one that knows no other to the one that imports all (a test reads these arrows
 off the source): the modules beside this one <- ``moe`` <- ``balancing``, ``lora`` <- ``plugin``.
-``draft`` and ``scheduler`` need only the modules beside this one.
+``draft``, ``faults`` and ``scheduler`` need only the modules beside this one.
 
 * ``backend`` and ``choices`` say what a configuration asks of us. ``all2all_manager`` holds the
   exchanges and shared heads of a worker. ``metrics`` shows its counters. ``compat`` knows
@@ -21,6 +22,8 @@ off the source): the modules beside this one <- ``moe`` <- ``balancing``, ``lora
 * ``lora`` (``--enable-lora``): what is refused, and how a rank knows the adapters of other
   ranks' tokens (``adapters``), which adapters a rank loads (``loading``), and what computes them
   (``punica``, ``cpu_experts``).
+* ``faults`` (``--enable-fault-tolerance``): ``retry`` after a fault or a death, in an engine
+  (``engine``) and in its workers (``worker``).
 * ``draft``: the LM head of an MTP draft, if ranks share it. ``drafts`` says what a configuration
   asks; ``logits_processor`` and ``mtp`` extend vLLM's classes.
 * ``plugin``: what the flag starts, in this order: ``flag`` (command line or Python ->
@@ -29,8 +32,8 @@ off the source): the modules beside this one <- ``moe`` <- ``balancing``, ``lora
   sizes of CUDA graphs.
 * ``scheduler``: schedulers that never evict, which ``--scheduler-cls`` names, with the flag or not.
 
-Without the flag and ``--scheduler-cls``, vLLM loads only ``backend``, ``flag``, ``platform`` and
-``logs`` of ours. All modules use ``integration.common``, which knows no framework.
+Without the flag and ``--scheduler-cls``, vLLM loads only ``backend``, ``faults``, ``flag``,
+``platform`` and ``logs`` of ours. All modules use ``integration.common``, which knows no framework.
 """
 
 from __future__ import annotations
@@ -69,14 +72,18 @@ def platform_plugin() -> str | None:
 def register() -> None:
     """Let ``LLM`` and ``EngineArgs`` take ``all2all_backend="moe_nvlink"``. Local; idempotent.
 
+    Engines that ask for us get our sentinel, if they ask for fault tolerance.
+
     If our module cannot be imported, this function logs an error with the traceback. An exception
     would end vLLM, also for users who have not chosen our backend.
     """
     try:
         _show_logs()
+        from . import faults
         from .plugin.flag import patch_engine_args
 
         patch_engine_args()
+        faults.put_in_place()
     except Exception:
         logger.exception(_FAILED)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -51,6 +51,7 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase, OurManager):
         holds_startup: whether the worker calls `end_startup`.
         publication: where the worker's counters go.
         name: as ExchangePool takes it.
+        tolerates_faults: whether vLLM stops at a fault, and ranks go on after it.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase, OurManager):
         holds_startup: bool = False,
         publication: Publication | None = None,
         name: str = "",
+        tolerates_faults: bool = False,
     ) -> None:
         super().__init__(cpu_group, tcp_store_group)
+        self.support_fault_tolerance = tolerates_faults
         logs.show_through(logging.getLogger("vllm"))  # vLLM has configured its loggers again
         self.ranks = Ranks(cpu_group, self.rank, self.world_size, WORDING)
         #: Each returns sections of the counters' file.
@@ -75,6 +78,7 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase, OurManager):
             device,
             options or Options(),
             name=name,
+            tolerates_faults=tolerates_faults,
             holds_startup=holds_startup,
             more_stats=self._more_stats,
             publication=publication,
@@ -110,6 +114,31 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase, OurManager):
     def get_handle(self, kwargs: dict[str, Any]) -> MoeAllToAll:
         """Return the exchange for a geometry; kwargs are the fields of `Geometry`. Collective."""
         return self.pool.exchange(Geometry(**kwargs))
+
+    # vLLM asks for these after each step, and before it tells users of a fault.
+
+    @overrides
+    def query_fault(self) -> torch.Tensor:
+        """Return whether a verb has failed, a scalar bool on the device. Local."""
+        return self.pool.has_failed()
+
+    @overrides
+    def query_active_mask(self) -> torch.Tensor:
+        """Return `[ep_size]` int32 on the device: 0 for a rank that takes part, else 1. Local."""
+        gone = [int(rank not in self.pool.places()) for rank in range(self.world_size)]
+        return torch.tensor(gone, dtype=torch.int32, device=self.pool.device)
+
+    @overrides
+    def clean_buffers(self) -> None:
+        """Forget what a fault has left. Collective over the ranks that take part."""
+        self.go_on_without(())
+
+    def go_on_without(self, ranks: Iterable[int]) -> None:
+        """Forget what a fault has left, and leave out ranks that have died.
+
+        Collective over the others. Raises as `MoeAllToAll.mask`.
+        """
+        self.pool.go_on_without(ranks)
 
     # Layers without a modular kernel call these three verbs. If a layer does, our prepare/finalize
     # is not in it, which must be an error.

@@ -573,6 +573,15 @@ class MoeAllToAll:
         """
         return self._layer.failure()
 
+    def fault_words(self) -> list[torch.Tensor]:
+        """Return a word of each channel, on the device: not 0 if a verb has failed there. Local.
+
+        Each is a view of one int64. A stream that reads it after a verb sees that verb's failure;
+        frameworks that ask after each step need no wait for the device. `mask` and `renew` clear
+        it.
+        """
+        return self._layer.fault_words()
+
     def stats(self, *, wait: bool = True) -> ExchangeStats:
         """Return this rank's totals over all layers on the workspace. Local; not capturable.
 

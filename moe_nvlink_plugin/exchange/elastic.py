@@ -23,10 +23,9 @@ from moe_nvlink_plugin.errors import (
 )
 from moe_nvlink_plugin.groups import Group, all_or_none, as_group, members_of
 from moe_nvlink_plugin.launch.base import Executor
-from moe_nvlink_plugin.memory.layout import WorkspaceLayout
+from moe_nvlink_plugin.memory.layout import Extents, WorkspaceLayout
 from moe_nvlink_plugin.memory.startup import Timeouts
 from moe_nvlink_plugin.memory.workspace import Workspace
-from moe_nvlink_plugin.transport import Extent
 
 from . import agreement, rank_masks
 from .layer import LayerExchange, layers_on
@@ -49,7 +48,7 @@ class _Known(NamedTuple):
     """
 
     name: str
-    extents: tuple[Extent, ...]
+    extents: Extents
     layouts: tuple[WorkspaceLayout, ...]
     numbers: tuple[int, ...]
     layers_so_far: int

@@ -16,6 +16,7 @@ import torch
 
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import ExchangeStateError, InputError, MoeNvlinkError
+from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.launch.base import Executor, Interrupted
 from moe_nvlink_plugin.memory.startup import Timeouts
 from moe_nvlink_plugin.memory.tensors import check_device
@@ -451,6 +452,17 @@ class LayerExchange:
             return self.workspace.broken
         faults = (channel.fault(ask_device=False) for channel in list(self._channels))
         return next((fault for fault in faults if fault is not None), None)
+
+    def fault_words(self) -> list[torch.Tensor]:
+        """Return the channels' fault words on the device, as MoeAllToAll.fault_words documents."""
+        self.check_open()
+        offset = structs()["LocalControl"].fault.offset
+        words = []
+        for channel in self._channels:
+            region = channel.regions["local"]
+            control = self.workspace.region_bytes(region)
+            words.append(control[offset : offset + 8].view(torch.int64))
+        return words
 
     def _raise_fault(self, channel: Channel) -> None:
         if not self.workspace.fault(channel.index):

@@ -18,6 +18,9 @@ from collections.abc import Iterator
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.transport import HUGE_PAGE_BYTES, Extent
 
+#: What is mapped of a rank's workspace.
+Extents = tuple[Extent, ...]
+
 #: Bytes. The tests compare it with kRegionAlignment of kernels/include/moe_nvlink/config.h.
 REGION_ALIGNMENT = 256
 

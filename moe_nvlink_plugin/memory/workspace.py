@@ -477,6 +477,8 @@ class Workspace(Generic[E]):
         for channel in range(self.layout.num_channels):
             region = self.layout.channel_regions(channel)["wait_totals"]
             for rank in members_of(self.group):  # an empty place has no memory
+                if rank in self.left_out:  # its process has ended, maybe its memory too
+                    continue
                 for peer, number in enumerate(self._numbers_of(rank, region, size)):
                     waited[rank][peer] += number
         return waited

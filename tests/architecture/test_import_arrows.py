@@ -39,10 +39,14 @@ ARROWS: dict[str, set[str]] = {
     f"{VLLM}.balancing": {"doorway", "public", COMMON, VLLM, f"{VLLM}.moe"},
     f"{VLLM}.lora": {"doorway", "public", VLLM, f"{VLLM}.moe"},
     f"{VLLM}.draft": {"doorway", "public", COMMON, VLLM},
+    f"{VLLM}.faults": {"doorway", "public", VLLM},
     f"{VLLM}.scheduler": {"doorway", "public", COMMON, VLLM},
     f"{VLLM}.plugin": {
         *("doorway", "public", COMMON, VLLM),
-        *(f"{VLLM}.{room}" for room in ("moe", "balancing", "lora", "draft", "scheduler")),
+        *(
+            f"{VLLM}.{room}"
+            for room in ("moe", "balancing", "lora", "draft", "faults", "scheduler")
+        ),
     },
 }
 #: Modules right under the package that are no part of the doorway.

@@ -89,6 +89,7 @@ def attach(communicator: Any, device: torch.device) -> None:
         holds_startup=worker.is_in_place(vllm_config),
         publication=None if stage else metrics.publication(vllm_config),
         name=f"stage{stage}" if stage else "",
+        tolerates_faults=vllm_config.parallel_config.enable_fault_tolerance,
     )
     graphs.agree(vllm_config, manager.ranks)
     communicator.all2all_manager = manager

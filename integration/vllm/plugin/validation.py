@@ -15,7 +15,7 @@ from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.integration.common import refusals
 from moe_nvlink_plugin.integration.common.options import MTP_LM_HEAD, Options
 from moe_nvlink_plugin.integration.vllm import compat
-from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER
+from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, schedules
 from moe_nvlink_plugin.integration.vllm.balancing import eplb
 from moe_nvlink_plugin.integration.vllm.choices import WORDING, options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
@@ -59,6 +59,7 @@ def check(vllm_config: Any, device_type: str) -> Options:
         *_backends(vllm_config),
         *_pipeline(vllm_config, device_type),
         *_ray(vllm_config.parallel_config),
+        *_faults(vllm_config, device_type),
     ]
     ours = worker.extends(str(vllm_config.parallel_config.worker_cls))
     problems += adapters.problems(vllm_config, worker_is_ours=ours)
@@ -147,6 +148,32 @@ def _pipeline(vllm_config: Any, device_type: str) -> Iterator[str]:
             f"{flag} with --enforce-eager: vLLM's CPU runner makes the memory in which a later "
             "stage receives rows while it warms up, and it warms up compiled models only. Remove "
             "one."
+        )
+
+
+def _faults(vllm_config: Any, device_type: str) -> Iterator[str]:
+    parallel = vllm_config.parallel_config
+    if not parallel.enable_fault_tolerance:
+        return
+    flag = "fault tolerance (--enable-fault-tolerance)"
+    if not worker.extends(str(parallel.worker_cls)):
+        yield (
+            f"{flag} with --worker-cls {parallel.worker_cls}: only our workers have it. Remove one."
+        )
+    for is_on, other in (
+        (parallel.pipeline_parallel_size > 1, "--pipeline-parallel-size above 1"),
+        (vllm_config.speculative_config is not None, "--speculative-config"),
+        (vllm_config.lora_config is not None, "--enable-lora"),
+        (parallel.enable_eplb, "--enable-eplb"),
+        (schedules(vllm_config), "our --scheduler-cls"),
+        (parallel.data_parallel_backend == "ray" or parallel.use_ray, "Ray"),
+    ):
+        if is_on:
+            yield f"{flag} with {other}: nobody has run both with our exchange. Remove one."
+    if device_type != "cpu" and not parallel.disable_nccl_for_dp_synchronization:
+        yield (
+            f"{flag}: vLLM's ranks would wait for a dead one in NCCL. Add "
+            "--disable-nccl-for-dp-synchronization."
         )
 
 

@@ -36,6 +36,21 @@ class TellsOurExchange(_Base):
     """Mixin for one of vLLM's workers, which does everything else."""
 
     @overrides
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        parallel = vllm_config.parallel_config
+        tolerates_faults = parallel.enable_fault_tolerance
+        # vLLM's sentinel would refuse our backend; ours comes in its place.
+        parallel.enable_fault_tolerance = False
+        try:
+            super().__init__(vllm_config, *args, **kwargs)
+        finally:
+            parallel.enable_fault_tolerance = tolerates_faults
+        if tolerates_faults:
+            from moe_nvlink_plugin.integration.vllm.faults.worker import MoeNvlinkWorkerSentinel
+
+            self.worker_sentinel = MoeNvlinkWorkerSentinel(self)
+
+    @overrides
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model as vLLM does; then follow its load balancer, if there is one."""
         super().load_model(load_dummy_weights=load_dummy_weights)

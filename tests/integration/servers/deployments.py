@@ -85,6 +85,9 @@ SHAPES: Mapping[str, Shape] = {
         by_rank=True,
     ),
     "external balancer": Shape(2, [Node((f"--data-parallel-rank={rank}",)) for rank in range(2)]),
+    "external balancer of three": Shape(
+        3, [Node((f"--data-parallel-rank={rank}",)) for rank in range(3)]
+    ),
     "hybrid balancer": Shape(4, [_hybrid(0), _hybrid(2)]),
 }
 
@@ -97,6 +100,7 @@ class Deployment:
         folder: where logs and counters go.
         name: name of the shape.
         arguments: of every node.
+        environment: of every node.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class Deployment:
         folder: Path,
         name: str,
         *arguments: str,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.shape = SHAPES[name]
         stats = folder / f"stats {name}"
@@ -119,7 +124,7 @@ class Deployment:
                 folder,
                 f"{name} {number}",
                 *(*meeting, *node.arguments, *arguments),
-                environment={"MOE_NVLINK_STATS_DIR": str(stats)},
+                environment={**(environment or {}), "MOE_NVLINK_STATS_DIR": str(stats)},
                 server=ServeCommand,
             )
             server.stats_folder = stats

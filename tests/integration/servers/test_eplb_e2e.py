@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.integration.servers.servers import EpServer, Requests
-from tests.integration.servers.test_vllm_e2e import QWEN3, _ask_one_rank, _num_moe_layers
+from tests.integration.servers.test_vllm_e2e import QWEN3, _num_moe_layers, ask_one_rank
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def requests(folder: Path) -> Requests:
-    return _ask_one_rank(QWEN3, folder)
+    return ask_one_rank(QWEN3, folder)
 
 
 def test_tokens_stay_those_of_one_rank(requests: Requests, folder: Path) -> None:

@@ -84,13 +84,13 @@ def requests_of(folder: Path) -> Callable[[TinyModel], Requests]:
 
     def get(model: TinyModel) -> Requests:
         if model not in made:
-            made[model] = _ask_one_rank(model, folder / f"model{len(made)}")
+            made[model] = ask_one_rank(model, folder / f"model{len(made)}")
         return made[model]
 
     return get
 
 
-def _ask_one_rank(model: TinyModel, folder: Path) -> Requests:
+def ask_one_rank(model: TinyModel, folder: Path) -> Requests:
     checkpoint = write_checkpoint(folder / model.architecture, model)
     draw = random.Random(7)
     vocab = range(model.vocab_size)

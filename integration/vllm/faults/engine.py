@@ -1,0 +1,183 @@
+"""The engine's half: which ranks live on, their data-parallel group, and what the status says."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from vllm.distributed import stateless_destroy_torch_distributed_process_group
+from vllm.distributed.utils import stateless_init_torch_distributed_process_group
+from vllm.utils.network_utils import get_open_port
+from vllm.v1.engine import (
+    FT_STATUS_CALL_ID,
+    EngineCoreOutputs,
+    EngineCoreRequestType,
+    EngineStatusType,
+    UtilityOutput,
+)
+from vllm.v1.fault_tolerance.engine_core_sentinel import EngineCoreSentinel
+from vllm.v1.fault_tolerance.utils import FaultToleranceRequest, FaultToleranceResult
+from vllm.v1.serial_utils import UtilityResult
+
+from moe_nvlink_plugin.config import local_expert_range
+from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration import overrides
+
+from .worker import expert_ranks
+
+logger = logging.getLogger(__name__)
+
+#: Name of the parameter of `retry` that lists data-parallel ranks that do not come back.
+DEAD = "dead_ranks"
+
+
+class MoeNvlinkEngineSentinel(EngineCoreSentinel):
+    """vLLM's sentinel of an engine, whose `retry` may leave out ranks."""
+
+    @overrides
+    def __init__(self, engine: Any, parallel_config: Any) -> None:
+        super().__init__(engine, parallel_config)
+        self.status_type: Any = EngineStatusType.HEALTHY
+        #: Data-parallel ranks that have died, in this retry or before.
+        self.dead: tuple[int, ...] = ()
+
+    @overrides
+    def handle_command(self, client_idx: int, call_id: int, ft_args: dict[str, Any]) -> None:
+        """Do as vLLM does; an idle engine, which has noticed nothing, takes `retry` too. Local.
+
+        It is called in the thread that also brings requests, so an idle engine stays idle.
+        """
+        if self.status_type == EngineStatusType.HEALTHY and self._is_idle():
+            self.status_type = EngineStatusType.UNHEALTHY
+            try:
+                super().handle_command(client_idx, call_id, ft_args)
+            finally:
+                if self.status_type == EngineStatusType.UNHEALTHY:  # the instruction has failed
+                    self.status_type = EngineStatusType.HEALTHY
+            return
+        super().handle_command(client_idx, call_id, ft_args)
+
+    def _is_idle(self) -> bool:
+        engine = self.engine
+        return not engine.engines_running and not engine.scheduler.has_requests()
+
+    @overrides
+    def retry(self, ft_request: FaultToleranceRequest) -> FaultToleranceResult:
+        """Go on with the ranks that live. Collective over these.
+
+        Args:
+            ft_request: its params may have `dead_ranks`, equal on all ranks that live.
+        """
+        named = ft_request.params.get(DEAD, [])
+        if problem := self._problem(named):
+            logger.error("[FT] %s", problem)
+            return FaultToleranceResult(ft_request.request_id, success=False, reason=problem)
+        before, self.dead = self.dead, tuple(sorted({*self.dead, *named}))
+        ft_request.params[DEAD] = list(self.dead)
+        try:
+            result = super().retry(ft_request)
+        except BaseException:
+            self.dead = before
+            raise
+        if self.dead:
+            logger.warning("[FT] %s", self._loss())
+        return result
+
+    def _problem(self, named: Any) -> str:
+        parallel = self.engine.vllm_config.parallel_config
+        size, me = parallel.data_parallel_size, parallel.data_parallel_rank
+        listed = named if isinstance(named, list) else [named]
+        for rank in listed:
+            if type(rank) is not int or not 0 <= rank < size:
+                return f"{DEAD}={named!r} must list data-parallel ranks from 0 to {size - 1}"
+        if me in listed:
+            return f"{DEAD}={named} names rank {me}, which is this one and lives"
+        if 0 in listed:
+            return (
+                f"{DEAD}={named} names rank 0, whose process has the store and the coordinator of "
+                "all ranks: no rank can go on without it; start all servers anew"
+            )
+        return ""
+
+    @overrides
+    def _reinit_dp_group(self) -> dict[str, Any]:
+        """Make a group of the ranks that live; return what their workers need. Collective."""
+        engine, parallel = self.engine, self.engine.vllm_config.parallel_config
+        alive = [rank for rank in range(parallel.data_parallel_size) if rank not in self.dead]
+        me = alive.index(parallel.data_parallel_rank)
+        number = self._dp_reinit_epoch
+        self._dp_reinit_epoch += 1
+        told = self._tell(f"moe_nvlink_retry_{number}", alive, me)
+        stateless_destroy_torch_distributed_process_group(engine.dp_group)
+        # The store of the first group stays: it lives with rank 0, as later ones would.
+        engine.dp_group, _store = stateless_init_torch_distributed_process_group(
+            parallel.data_parallel_master_ip,
+            told["port"],
+            me,
+            len(alive),
+            backend="gloo",
+            return_store=True,
+            timeout=parallel.cpu_distributed_timeout,
+        )
+        if told["running"] and not engine.engines_running:
+            engine.engines_running = True  # until all find out together that nobody has work
+            engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+        return {"new_stateless_dp_group_ports": told["worker_ports"], "alive": alive}
+
+    def _tell(self, key: str, alive: list[int], me: int) -> dict[str, Any]:
+        """Return what all ranks use, which rank 0 chooses. Collective over the ranks that live.
+
+        Raises:
+            UnsupportedError: the ranks were told of different deaths.
+        """
+        engine, parallel = self.engine, self.engine.vllm_config.parallel_config
+        mine = {"alive": alive, "running": engine.engines_running}
+        engine.dp_store.set(f"{key}/{alive[me]}", json.dumps(mine).encode())
+        everyones = [json.loads(engine.dp_store.get(f"{key}/{rank}").decode()) for rank in alive]
+        if any(theirs["alive"] != alive for theirs in everyones):
+            raise UnsupportedError(
+                f"retry on rank {alive[me]} goes on with ranks {alive}, on others with "
+                f"{[theirs['alive'] for theirs in everyones]}; post the same {DEAD} to all servers"
+            )
+        if me == 0:
+            ports = [get_open_port() for _ in range(parallel.world_size)]
+            chosen = {"worker_ports": ports, "port": get_open_port()}
+            engine.dp_store.set(f"{key}/chosen", json.dumps(chosen).encode())
+        told: dict[str, Any] = json.loads(engine.dp_store.get(f"{key}/chosen").decode())
+        told["running"] = any(theirs["running"] for theirs in everyones)
+        return told
+
+    def _loss(self) -> str:
+        return (
+            f"data-parallel rank(s) {', '.join(map(str, self.dead))} have died, and the others go "
+            f"on without their experts ({', '.join(self.lost_experts())} of each MoE layer): "
+            "answers differ from the whole model's"
+        )
+
+    def lost_experts(self) -> list[str]:
+        """Return the experts that only dead ranks have, as ranges `8-15`. Local."""
+        config = self.engine.vllm_config
+        experts, each = config.model_config.get_num_experts(), expert_ranks(config.parallel_config)
+        size = config.parallel_config.data_parallel_size * each
+        lost = []
+        for rank in self.dead:
+            first, _end = local_expert_range(experts, size, rank * each)
+            _first, end = local_expert_range(experts, size, rank * each + each - 1)
+            lost.append(f"{first}-{end - 1}")
+        return lost
+
+    @overrides
+    def _push_status(self) -> None:
+        """Push the status as vLLM does, with what is lost. Local."""
+        if not self.dead:
+            super()._push_status()
+            return
+        status: dict[str, Any] = {"id": self.engine_index, "status": self.status_type.name.lower()}
+        if self.status_type == EngineStatusType.UNHEALTHY:
+            status["fault_info"] = self.fault_info
+        status["dead_ranks"], status["lost_experts"] = list(self.dead), self.lost_experts()
+        output = UtilityOutput(call_id=FT_STATUS_CALL_ID, result=UtilityResult(status))
+        outputs = EngineCoreOutputs(utility_output=output)
+        outputs.engine_index = self.engine_index
+        self.engine.output_queue.put_nowait((0, outputs))

@@ -1,0 +1,57 @@
+"""The worker's half: the exchange and the groups go on without the ranks that have died."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed import (
+    get_dp_group,
+    stateless_destroy_torch_distributed_process_group,
+    stateless_init_torch_distributed_process_group,
+)
+from vllm.platforms import current_platform
+from vllm.v1.fault_tolerance.utils import FaultToleranceRequest
+from vllm.v1.worker.sentinel.gpu_worker_sentinel import WorkerSentinel
+
+from moe_nvlink_plugin.integration import overrides
+from moe_nvlink_plugin.integration.vllm.all2all_manager import manager_of_ep_group
+
+
+class MoeNvlinkWorkerSentinel(WorkerSentinel):
+    """vLLM's sentinel of a worker, for our exchange."""
+
+    @overrides
+    def __init__(self, worker: Any) -> None:
+        # Not vLLM's, which knows a list of backends and refuses all others.
+        parallel = worker.parallel_config
+        self.worker = worker
+        self.dp_rank, self.dp_size = parallel.data_parallel_rank, parallel.data_parallel_size
+        self.data_parallel_master_ip = parallel.data_parallel_master_ip
+
+    @overrides
+    def retry(self, ft_request: FaultToleranceRequest) -> None:
+        """Drop all requests, meet the other ranks, and take the new group. Collective."""
+        params, parallel = ft_request.params, self.worker.parallel_config
+        alive: list[int] = params["alive"]
+        self._clean_worker_state()
+        each = expert_ranks(parallel)
+        dead = [rank for rank in range(self.dp_size) if rank not in alive]
+        manager = manager_of_ep_group("fault tolerance")
+        manager.go_on_without(rank * each + part for rank in dead for part in range(each))
+        group = get_dp_group()
+        stateless_destroy_torch_distributed_process_group(group.cpu_group)
+        group.cpu_group = stateless_init_torch_distributed_process_group(
+            self.data_parallel_master_ip,
+            params["new_stateless_dp_group_ports"][self.worker.rank % parallel.world_size],
+            alive.index(self.dp_rank),
+            len(alive),
+            backend="gloo",
+            timeout=parallel.cpu_distributed_timeout,
+        )
+        if current_platform.is_cpu():
+            group.device_group = group.cpu_group
+
+
+def expert_ranks(parallel: Any) -> int:
+    """Return how many expert-parallel ranks a data-parallel rank has. Local."""
+    return int(parallel.tensor_parallel_size * parallel.prefill_context_parallel_size)

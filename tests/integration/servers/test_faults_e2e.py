@@ -1,0 +1,142 @@
+"""Servers whose rank stops for a while, or dies: `retry` heals the others (fault tolerance)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_nvlink_plugin.integration.demo.server import ServerError
+from tests.integration.servers.deployments import Deployment
+from tests.integration.servers.servers import EpServer, Requests, our_files, send_signal
+from tests.integration.servers.test_vllm_e2e import EAGER, QWEN3, ask_one_rank
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+TIMEOUT_S = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def requests(folder: Path) -> Requests:
+    return ask_one_rank(QWEN3, folder / "model")
+
+
+@contextlib.contextmanager
+def tolerant(requests: Requests, where: Path, name: str) -> Iterator[list[EpServer]]:
+    """The servers of a deployment, one a rank, with fault tolerance."""
+    limit = {"MOE_NVLINK_TIMEOUT_S": str(TIMEOUT_S)}
+    arguments = (EAGER, "--enable-fault-tolerance")
+    with Deployment(requests, where, name, *arguments, environment=limit) as deployment:
+        yield deployment.answering
+
+
+def status(server: EpServer) -> dict[str, Any]:
+    """What a server says of its engine."""
+    url = f"http://127.0.0.1:{server.server.port}/fault_tolerance/status"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        engine: dict[str, Any]
+        (engine,) = json.load(answer)["engines"]
+        return engine
+
+
+def retry(server: EpServer, **params: Any) -> None:
+    body = json.dumps({"instruction": "retry", "params": params}).encode()
+    url = f"http://127.0.0.1:{server.server.port}/fault_tolerance/apply"
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        assert answer.status == 202
+
+
+def wait_until(servers: list[EpServer], state: str) -> None:
+    """Returns when all of them say so."""
+    deadline = time.monotonic() + 90
+    while [status(server)["status"] for server in servers] != [state] * len(servers):
+        said = [status(server) for server in servers]
+        assert time.monotonic() < deadline, f"not {state}: {said}"
+        time.sleep(0.2)
+
+
+class Long:
+    """Requests on their way at servers that cannot finish them."""
+
+    def __init__(self, servers: list[EpServer]) -> None:
+        self._threads = [threading.Thread(target=self._ask, args=(one,)) for one in servers]
+        for thread in self._threads:
+            thread.start()
+
+    @staticmethod
+    def _ask(server: EpServer) -> None:
+        with contextlib.suppress(ServerError):  # vLLM cuts the answer off, with HTTP 200
+            server.server.complete(server.requests.prompts[:4], max_tokens=400, timeout_s=120)
+
+    def end(self) -> None:
+        for thread in self._threads:
+            thread.join(timeout=120)
+            assert not thread.is_alive()
+
+
+def test_a_rank_that_has_stopped_for_a_while(requests: Requests, folder: Path) -> None:
+    """Both engines notice; after `retry` the tokens are those of one rank again."""
+    with tolerant(requests, folder, "external balancer") as servers:
+        assert servers[0].differing(range(4), concurrency=4) == []
+        worker = servers[0].stats(2)[1]["pid"]
+        asking = Long(servers)
+        servers[0].wait_for_rounds(0, 100)
+        send_signal(worker, signal.SIGSTOP)
+        try:
+            wait_until(servers[:1], "unhealthy")
+        finally:
+            send_signal(worker, signal.SIGCONT)
+        wait_until(servers, "unhealthy")
+        asking.end()
+        for server in servers:
+            retry(server)
+        wait_until(servers, "healthy")
+        for server in servers:
+            assert server.differing(range(12), concurrency=6) == []
+
+
+def test_a_rank_that_has_died(requests: Requests, folder: Path) -> None:
+    """The others serve on without its experts, and say which these are."""
+    with tolerant(requests, folder, "external balancer of three") as servers:
+        for server in servers:
+            assert server.differing(range(2), concurrency=2) == []
+        stats = servers[0].stats(3)
+        asking = Long(servers)
+        servers[0].wait_for_rounds(0, stats[0]["rounds"] + 20)
+        send_signal(stats[2]["pid"], signal.SIGKILL)
+        alive = servers[:2]
+        wait_until(alive, "unhealthy")
+        asking.end()
+        for server in alive:  # refused, and said so
+            retry(server, dead_ranks=[0])
+        deadline = time.monotonic() + 30
+        while not all("rank 0" in str(status(server).get("ft_error")) for server in alive):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        for server in alive:
+            retry(server, dead_ranks=[2])
+        wait_until(alive, "healthy")
+        prompts, lengths = requests.prompts[:10], requests.lengths[:10]
+        answers = []
+        for server in alive:
+            told = server.server.complete(prompts, max_tokens=lengths, concurrency=5)
+            answers.append([answer.token_ids for answer in told])
+            assert status(server)["dead_ranks"] == [2]
+            assert status(server)["lost_experts"] == ["11-15"]
+        assert answers[0] == answers[1]
+        assert [len(tokens) for tokens in answers[0]] == lengths
+        assert our_files(stats) == []
