@@ -8,7 +8,8 @@
 
 The rooms, from the one that knows no other to the one that imports all (a test reads these arrows
 off the source): the modules beside this one <- ``moe`` <- ``balancing``, ``lora`` <- ``plugin``.
-``draft``, ``faults`` and ``scheduler`` need only the modules beside this one.
+``faults`` comes after ``balancing``; ``draft`` and ``scheduler`` need only the modules beside this
+one.
 
 * ``backend`` and ``choices`` say what a configuration asks of us. ``all2all_manager`` holds the
   exchanges and shared heads of a worker. ``metrics`` shows its counters. ``compat`` knows
@@ -18,7 +19,8 @@ off the source): the modules beside this one <- ``moe`` <- ``balancing``, ``lora
   what its experts take (``experts_input``, ``cpu_fp8_experts``). By ``features`` the next two rooms
   add to a layer.
 * ``balancing`` (``--enable-eplb``): what is refused and begun (``eplb``), what vLLM lacks on CPU
-  ranks (``host_balancer``, ``cpu_layers``), and what follows a move of experts (``moves``).
+  ranks (``host_balancer``, ``cpu_layers``), and what follows a move of experts (``moves``) or a
+  death (``deaths``).
 * ``lora`` (``--enable-lora``): what is refused, and how a rank knows the adapters of other
   ranks' tokens (``adapters``), which adapters a rank loads (``loading``), and what computes them
   (``punica``, ``cpu_experts``).

@@ -125,6 +125,13 @@ def prepare(
                 f"{share_with.config.ranks_may_leave}; any layer of a workspace may be a rank's "
                 "last one, so pass the same to all of them"
             )
+        theirs = (workspace.group.size, workspace.group.rank, workspace.device)
+        if theirs != (group.size, group.rank, device):
+            raise ConfigError(
+                f"share_with belongs to (group size, rank, device) {theirs}, this layer to "
+                f"{(group.size, group.rank, device)}; layers share a workspace within one "
+                "expert-parallel group only"
+            )
         if workspace.is_elastic != (config.places is not None) or (
             list(members_of(workspace.group)) != list(members_of(group))
         ):
@@ -132,13 +139,6 @@ def prepare(
                 f"places={config.places}, but the ranks of share_with's workspace are in places "
                 f"{list(members_of(workspace.group))}; pass the same places, in their order, to "
                 "all layers of a workspace"
-            )
-        theirs = (workspace.group.size, workspace.group.rank, workspace.device)
-        if theirs != (group.size, group.rank, device):
-            raise ConfigError(
-                f"share_with belongs to (group size, rank, device) {theirs}, this layer to "
-                f"{(group.size, group.rank, device)}; layers share a workspace within one "
-                "expert-parallel group only"
             )
         return Prepared(group, recipe, workspace, _num_sms(config, workspace.executor))
     transport = plugins.find_transport(config.transport, device)

@@ -19,6 +19,8 @@ from moe_nvlink_plugin.integration.common.agreement import Proposal, Ranks
 from moe_nvlink_plugin.integration.vllm.moe.layers import MoeNvlinkRoutedExperts
 from moe_nvlink_plugin.integration.vllm.moe.method import MoeNvlinkFusedMoEMethod
 
+from . import deaths
+
 logger = logging.getLogger(__name__)
 
 
@@ -54,6 +56,7 @@ class Moves:
         """
         self.counts = MoveCounts()
         self._placed = _placement(state)
+        deaths.watch_moves(state)
         step = state.step
 
         @functools.wraps(step)

@@ -20,11 +20,8 @@ from vllm.v1.fault_tolerance.engine_core_sentinel import EngineCoreSentinel
 from vllm.v1.fault_tolerance.utils import FaultToleranceRequest, FaultToleranceResult
 from vllm.v1.serial_utils import UtilityResult
 
-from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration import overrides
-
-from .worker import expert_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +38,8 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
         self.status_type: Any = EngineStatusType.HEALTHY
         #: Data-parallel ranks that have died, in this retry or before.
         self.dead: tuple[int, ...] = ()
+        #: Experts that only these have, as ranges `8-15`.
+        self.lost: list[str] = []
 
     @overrides
     def handle_command(self, client_idx: int, call_id: int, ft_args: dict[str, Any]) -> None:
@@ -81,7 +80,9 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
             self.dead = before
             raise
         if self.dead:
+            (self.lost, *_others) = self.engine.model_executor.collective_rpc("lost_experts")
             logger.warning("[FT] %s", self._loss())
+            self._push_status()
         return result
 
     def _problem(self, named: Any) -> str:
@@ -149,23 +150,13 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
         return told
 
     def _loss(self) -> str:
+        gone = f"data-parallel rank(s) {', '.join(map(str, self.dead))} have died"
+        if not self.lost:
+            return f"{gone}; every expert has a replica on another rank, so no answer changes"
         return (
-            f"data-parallel rank(s) {', '.join(map(str, self.dead))} have died, and the others go "
-            f"on without their experts ({', '.join(self.lost_experts())} of each MoE layer): "
-            "answers differ from the whole model's"
+            f"{gone}, and the others go on without experts {', '.join(self.lost)} of each MoE "
+            "layer: answers differ from the whole model's"
         )
-
-    def lost_experts(self) -> list[str]:
-        """Return the experts that only dead ranks have, as ranges `8-15`. Local."""
-        config = self.engine.vllm_config
-        experts, each = config.model_config.get_num_experts(), expert_ranks(config.parallel_config)
-        size = config.parallel_config.data_parallel_size * each
-        lost = []
-        for rank in self.dead:
-            first, _end = local_expert_range(experts, size, rank * each)
-            _first, end = local_expert_range(experts, size, rank * each + each - 1)
-            lost.append(f"{first}-{end - 1}")
-        return lost
 
     @overrides
     def _push_status(self) -> None:
@@ -176,7 +167,7 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
         status: dict[str, Any] = {"id": self.engine_index, "status": self.status_type.name.lower()}
         if self.status_type == EngineStatusType.UNHEALTHY:
             status["fault_info"] = self.fault_info
-        status["dead_ranks"], status["lost_experts"] = list(self.dead), self.lost_experts()
+        status["dead_ranks"], status["lost_experts"] = list(self.dead), self.lost
         output = UtilityOutput(call_id=FT_STATUS_CALL_ID, result=UtilityResult(status))
         outputs = EngineCoreOutputs(utility_output=output)
         outputs.engine_index = self.engine_index

@@ -13,8 +13,10 @@ from vllm.platforms import current_platform
 from vllm.v1.fault_tolerance.utils import FaultToleranceRequest
 from vllm.v1.worker.sentinel.gpu_worker_sentinel import WorkerSentinel
 
+from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.vllm.all2all_manager import manager_of_ep_group
+from moe_nvlink_plugin.integration.vllm.balancing import deaths
 
 
 class MoeNvlinkWorkerSentinel(WorkerSentinel):
@@ -27,6 +29,7 @@ class MoeNvlinkWorkerSentinel(WorkerSentinel):
         self.worker = worker
         self.dp_rank, self.dp_size = parallel.data_parallel_rank, parallel.data_parallel_size
         self.data_parallel_master_ip = parallel.data_parallel_master_ip
+        self._lost: list[str] = []
 
     @overrides
     def retry(self, ft_request: FaultToleranceRequest) -> None:
@@ -36,8 +39,10 @@ class MoeNvlinkWorkerSentinel(WorkerSentinel):
         self._clean_worker_state()
         each = expert_ranks(parallel)
         dead = [rank for rank in range(self.dp_size) if rank not in alive]
+        experts_gone = [rank * each + part for rank in dead for part in range(each)]
         manager = manager_of_ep_group("fault tolerance")
-        manager.go_on_without(rank * each + part for rank in dead for part in range(each))
+        self._lost = self._leave_out(experts_gone, manager.world_size)
+        manager.go_on_without(experts_gone)
         group = get_dp_group()
         stateless_destroy_torch_distributed_process_group(group.cpu_group)
         group.cpu_group = stateless_init_torch_distributed_process_group(
@@ -50,6 +55,30 @@ class MoeNvlinkWorkerSentinel(WorkerSentinel):
         )
         if current_platform.is_cpu():
             group.device_group = group.cpu_group
+
+    def _leave_out(self, ranks: list[int], ep_size: int) -> list[str]:
+        """Route to replicas, if there are any; return the experts that are lost. Local."""
+        if self.worker.parallel_config.enable_eplb:
+            state = self.worker.model_runner.eplb_state
+            return ranges(sorted(deaths.leave_out(state, ranks, ep_size)))
+        experts = self.worker.model_config.get_num_experts()
+        owned = (range(*local_expert_range(experts, ep_size, rank)) for rank in ranks)
+        return ranges([expert for of_rank in owned for expert in of_rank])
+
+    def lost_experts(self) -> list[str]:
+        """Return the experts, as ranges `8-15`, that only dead ranks have. Local."""
+        return self._lost
+
+
+def ranges(numbers: list[int]) -> list[str]:
+    """Return ascending numbers as ranges: `["0-3", "8"]`. Local."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return [f"{one[0]}-{one[-1]}" if len(one) > 1 else str(one[0]) for one in found]
 
 
 def expert_ranks(parallel: Any) -> int:

@@ -164,12 +164,16 @@ def _faults(vllm_config: Any, device_type: str) -> Iterator[str]:
         (parallel.pipeline_parallel_size > 1, "--pipeline-parallel-size above 1"),
         (vllm_config.speculative_config is not None, "--speculative-config"),
         (vllm_config.lora_config is not None, "--enable-lora"),
-        (parallel.enable_eplb, "--enable-eplb"),
         (schedules(vllm_config), "our --scheduler-cls"),
         (parallel.data_parallel_backend == "ray" or parallel.use_ray, "Ray"),
     ):
         if is_on:
             yield f"{flag} with {other}: nobody has run both with our exchange. Remove one."
+    if device_type != "cpu" and parallel.enable_eplb and parallel.eplb_config.use_async:
+        yield (
+            f"{flag} with vLLM's asynchronous load balancer, whose thread would wait for a dead "
+            "rank. Add --eplb-config.use_async=false."
+        )
     if device_type != "cpu" and not parallel.disable_nccl_for_dp_synchronization:
         yield (
             f"{flag}: vLLM's ranks would wait for a dead one in NCCL. Add "

@@ -35,10 +35,10 @@ def requests(folder: Path) -> Requests:
 
 
 @contextlib.contextmanager
-def tolerant(requests: Requests, where: Path, name: str) -> Iterator[list[EpServer]]:
+def tolerant(requests: Requests, where: Path, name: str, *more: str) -> Iterator[list[EpServer]]:
     """The servers of a deployment, one a rank, with fault tolerance."""
     limit = {"MOE_NVLINK_TIMEOUT_S": str(TIMEOUT_S)}
-    arguments = (EAGER, "--enable-fault-tolerance")
+    arguments = (EAGER, "--enable-fault-tolerance", *more)
     with Deployment(requests, where, name, *arguments, environment=limit) as deployment:
         yield deployment.answering
 
@@ -140,3 +140,24 @@ def test_a_rank_that_has_died(requests: Requests, folder: Path) -> None:
         assert answers[0] == answers[1]
         assert [len(tokens) for tokens in answers[0]] == lengths
         assert our_files(stats) == []
+
+
+def test_experts_of_a_dead_rank_have_replicas(requests: Requests, folder: Path) -> None:
+    """The balancer's redundant experts are those of the rank that dies: no token changes."""
+    balancing = ("--enable-eplb", '--eplb-config={"num_redundant_experts": 8}')
+    with tolerant(requests, folder, "external balancer of three", *balancing) as servers:
+        for server in servers:
+            assert server.differing(range(2), concurrency=2) == []
+        stats = servers[0].stats(3)
+        asking = Long(servers)
+        servers[0].wait_for_rounds(0, stats[0]["rounds"] + 20)
+        send_signal(stats[2]["pid"], signal.SIGKILL)
+        alive = servers[:2]
+        wait_until(alive, "unhealthy")
+        asking.end()
+        for server in alive:
+            retry(server, dead_ranks=[2])
+        wait_until(alive, "healthy")
+        for server in alive:
+            assert status(server)["lost_experts"] == []
+            assert server.differing(range(12), concurrency=6) == []
