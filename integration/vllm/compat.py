@@ -90,6 +90,11 @@ BY_HAND: dict[str, tuple[Touched, ...]] = {
         for draft in DRAFTS.values()
         for one in use(draft.module, f"{draft.name}.compute_logits(hidden_states, spec_step_idx)")
     ),
+    "faults": patch(
+        "vllm.v1.engine.core",
+        "EngineCoreSentinel",
+        "retry goes on without the dead; engines with the flag and fault tolerance only",
+    ),
     "lora.adapters": (
         *use(f"{_MOE}.experts.lora_experts_mixin", "LoRAExpertsMixin.set_lora_context(ctx)"),
         *use(_KERNEL, "FusedMoEExpertsModular.supports_lora()"),
@@ -188,6 +193,7 @@ RULES = Rules(
     features={
         "balancing": "balancing",
         "draft": "drafts",
+        "faults": "faults",
         "lora": "adapters",
         "scheduler": "scheduling",
     },
@@ -240,7 +246,8 @@ FIELDS = (
             ),
             "vllm.config:ParallelConfig": (
                 "all2all_backend data_parallel_backend data_parallel_index data_parallel_size "
-                "enable_dbo enable_elastic_ep enable_eplb enable_expert_parallel eplb_config "
+                "disable_nccl_for_dp_synchronization enable_dbo enable_elastic_ep enable_eplb "
+                "enable_expert_parallel enable_fault_tolerance eplb_config "
                 "pipeline_parallel_size prefill_context_parallel_size tensor_parallel_size "
                 "ubatch_size use_ray worker_cls"
             ),
@@ -331,6 +338,13 @@ FIELDS = (
             f"{_CORE}.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
                 "block_size kv_cache_spec max_admission_blocks_per_request req_to_blocks"
             ),
+            "vllm.v1.engine.core:DPEngineCoreProc": (
+                "dp_group dp_store engines_running input_queue model_executor output_queue "
+                "scheduler"
+            ),
+            "vllm.v1.fault_tolerance.engine_core_sentinel:EngineCoreSentinel": (
+                "_dp_reinit_epoch engine engine_index fault_info status_type"
+            ),
             "vllm.v1.engine:EngineCoreOutput": "request_id stop_reason",
             "vllm.v1.engine:EngineCoreOutputs": "outputs",
             "vllm.v1.kv_cache_interface:MambaSpec": (
@@ -345,7 +359,7 @@ FIELDS = (
             "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
                 "_moe_model device eplb_state model model_config parallel_config"
             ),
-            "vllm.v1.worker.gpu_worker:Worker": "model_runner",
+            "vllm.v1.worker.gpu_worker:Worker": "model_runner worker_sentinel",
             "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin": "lora_config",
         }
     ),
@@ -393,7 +407,12 @@ def touched(device: str | None = None, features: Container[str] | None = None) -
 
 
 def check_names(
-    device_type: str, *, drafts: bool = False, balances: bool = False, adapts: bool = False
+    device_type: str,
+    *,
+    drafts: bool = False,
+    balances: bool = False,
+    adapts: bool = False,
+    tolerates: bool = False,
 ) -> None:
     """Check that this vLLM has the names that a worker needs. Local; called at start-up.
 
@@ -405,11 +424,17 @@ def check_names(
         drafts: whether ranks share the LM head of an MTP draft.
         balances: whether vLLM's load balancer moves experts.
         adapts: whether --enable-lora is given.
+        tolerates: whether --enable-fault-tolerance is given.
 
     Raises:
         UnsupportedError: names are missing; the message lists them, each with what needs it.
     """
-    features = {"drafts": drafts, "balancing": balances, "adapters": adapts}
+    features = {
+        "drafts": drafts,
+        "balancing": balances,
+        "adapters": adapts,
+        "faults": tolerates,
+    }
     wanted_for = {"", *(name for name, is_on in features.items() if is_on)}
     _require(
         one

@@ -72,18 +72,24 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
         if problem := self._problem(named):
             logger.error("[FT] %s", problem)
             return FaultToleranceResult(ft_request.request_id, success=False, reason=problem)
-        before, self.dead = self.dead, tuple(sorted({*self.dead, *named}))
-        ft_request.params[DEAD] = list(self.dead)
-        try:
-            result = super().retry(ft_request)
-        except BaseException:
-            self.dead = before
-            raise
-        if self.dead:
-            (self.lost, *_others) = self.engine.model_executor.collective_rpc("lost_experts")
+        dead = tuple(sorted({*self.dead, *named}))
+        # As vLLM's, which drops what the workers answer. When it has resumed the engine, nobody else
+        # may ask its workers.
+        params, engine = ft_request.params, self.engine
+        params.update(self._reinit_dp_group(dead))
+        engine.step_counter = 0
+        lost, *_others = engine.model_executor.collective_rpc(
+            "handle_ft_command", args=(ft_request,)
+        )
+        if (drain := getattr(self, "_drain_batch_queue", None)) is not None:  # vLLM 0.33
+            drain()
+        self.dead, self.lost = dead, lost
+        if dead:
             logger.warning("[FT] %s", self._loss())
-            self._push_status()
-        return result
+        self.status_type = EngineStatusType.HEALTHY
+        self._push_status()
+        self.resumed.set()
+        return FaultToleranceResult(ft_request.request_id, success=True)
 
     def _problem(self, named: Any) -> str:
         parallel = self.engine.vllm_config.parallel_config
@@ -102,10 +108,10 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
         return ""
 
     @overrides
-    def _reinit_dp_group(self) -> dict[str, Any]:
+    def _reinit_dp_group(self, dead: tuple[int, ...] = ()) -> dict[str, Any]:
         """Make a group of the ranks that live; return what their workers need. Collective."""
         engine, parallel = self.engine, self.engine.vllm_config.parallel_config
-        alive = [rank for rank in range(parallel.data_parallel_size) if rank not in self.dead]
+        alive = [rank for rank in range(parallel.data_parallel_size) if rank not in dead]
         me = alive.index(parallel.data_parallel_rank)
         number = self._dp_reinit_epoch
         self._dp_reinit_epoch += 1

@@ -29,11 +29,14 @@ class MoeNvlinkWorkerSentinel(WorkerSentinel):
         self.worker = worker
         self.dp_rank, self.dp_size = parallel.data_parallel_rank, parallel.data_parallel_size
         self.data_parallel_master_ip = parallel.data_parallel_master_ip
-        self._lost: list[str] = []
 
     @overrides
-    def retry(self, ft_request: FaultToleranceRequest) -> None:
-        """Drop all requests, meet the other ranks, and take the new group. Collective."""
+    def retry(self, ft_request: FaultToleranceRequest) -> list[str]:
+        """Drop all requests, meet the other ranks, and take the new group. Collective.
+
+        Returns:
+            The experts, as ranges `8-15`, that only dead ranks have.
+        """
         params, parallel = ft_request.params, self.worker.parallel_config
         alive: list[int] = params["alive"]
         self._clean_worker_state()
@@ -41,7 +44,7 @@ class MoeNvlinkWorkerSentinel(WorkerSentinel):
         dead = [rank for rank in range(self.dp_size) if rank not in alive]
         experts_gone = [rank * each + part for rank in dead for part in range(each)]
         manager = manager_of_ep_group("fault tolerance")
-        self._lost = self._leave_out(experts_gone, manager.world_size)
+        lost = self._leave_out(experts_gone, manager.world_size)
         manager.go_on_without(experts_gone)
         group = get_dp_group()
         stateless_destroy_torch_distributed_process_group(group.cpu_group)
@@ -55,6 +58,7 @@ class MoeNvlinkWorkerSentinel(WorkerSentinel):
         )
         if current_platform.is_cpu():
             group.device_group = group.cpu_group
+        return lost
 
     def _leave_out(self, ranks: list[int], ep_size: int) -> list[str]:
         """Route to replicas, if there are any; return the experts that are lost. Local."""
@@ -64,10 +68,6 @@ class MoeNvlinkWorkerSentinel(WorkerSentinel):
         experts = self.worker.model_config.get_num_experts()
         owned = (range(*local_expert_range(experts, ep_size, rank)) for rank in ranks)
         return ranges([expert for of_rank in owned for expert in of_rank])
-
-    def lost_experts(self) -> list[str]:
-        """Return the experts, as ranges `8-15`, that only dead ranks have. Local."""
-        return self._lost
 
 
 def ranges(numbers: list[int]) -> list[str]:

@@ -64,7 +64,10 @@ def attach(communicator: Any, device: torch.device) -> None:
     # Checked before our modules import these names.
     balances = vllm_config.parallel_config.enable_eplb
     adapts = vllm_config.lora_config is not None
-    compat.check_names(device.type, drafts=shares_head, balances=balances, adapts=adapts)
+    tolerates = vllm_config.parallel_config.enable_fault_tolerance
+    compat.check_names(
+        device.type, drafts=shares_head, balances=balances, adapts=adapts, tolerates=tolerates
+    )
     from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
     from moe_nvlink_plugin.integration.vllm.moe import layers
 
@@ -89,7 +92,7 @@ def attach(communicator: Any, device: torch.device) -> None:
         holds_startup=worker.is_in_place(vllm_config),
         publication=None if stage else metrics.publication(vllm_config),
         name=f"stage{stage}" if stage else "",
-        tolerates_faults=vllm_config.parallel_config.enable_fault_tolerance,
+        tolerates_faults=tolerates,
     )
     graphs.agree(vllm_config, manager.ranks)
     communicator.all2all_manager = manager

@@ -50,11 +50,6 @@ class TellsOurExchange(_Base):
 
             self.worker_sentinel = MoeNvlinkWorkerSentinel(self)
 
-    def lost_experts(self) -> list[str]:
-        """Return the experts, as ranges `8-15`, that only dead ranks have. Local."""
-        lost: list[str] = self.worker_sentinel.lost_experts()
-        return lost
-
     @overrides
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model as vLLM does; then follow its load balancer, if there is one."""

@@ -15,6 +15,7 @@ from moe_nvlink_plugin.errors import (
     ConfigError,
     DisagreementError,
     ExchangeStateError,
+    ExchangeTimeoutError,
     InputError,
     MoeNvlinkError,
     PeerError,
@@ -335,6 +336,30 @@ def test_a_rank_that_has_died_returns_to_an_exchange_without_places() -> None:
 
     lived = run_threads(3, body)
     check_round(case, cases.make_inputs(case, seed=1), {0: lived[0], 1: lived[2]})
+
+
+def test_a_fault_shows_on_the_device_until_the_mask() -> None:
+    """As a framework asks that waits for no verb."""
+    meet, gone = Meetings(), threading.Event()
+
+    def body(place: int) -> None:
+        layer = created(meet, place, timeout_s=1.0, first_timeout_s=1.0)
+        inputs = at_stage(PAIR, 0, 0, (0, 1))[1][place]
+        if place == 1:
+            layer.close()
+            gone.set()
+            return
+        gone.wait(60)
+        words = layer.fault_words()
+        assert [int(word) for word in words] == [0]
+        with pytest.raises(ExchangeTimeoutError):
+            cases.dispatch(layer, inputs)
+        assert [bool(word) for word in words] == [True]
+        layer.mask(1)
+        assert [int(word) for word in words] == [0]
+        layer.close()
+
+    run_threads(2, body)
 
 
 def test_leaving_waits_for_the_last_combine() -> None:

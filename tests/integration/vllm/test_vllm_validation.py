@@ -53,6 +53,7 @@ def _parallel(**values: Any) -> SimpleNamespace:
         "enable_dbo": False,
         "ubatch_size": 0,
         "enable_elastic_ep": False,
+        "enable_fault_tolerance": False,
         "enable_eplb": False,
         "worker_cls": "auto",
         "prefill_context_parallel_size": 1,

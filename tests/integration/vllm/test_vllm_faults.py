@@ -1,0 +1,314 @@
+"""Fault tolerance without a server: what `retry` takes, agrees on, and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+import torch
+from vllm.v1.engine import EngineStatusType
+from vllm.v1.fault_tolerance import engine_core_sentinel
+from vllm.v1.fault_tolerance.utils import FaultToleranceRequest
+
+from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.integration.vllm import faults
+from moe_nvlink_plugin.integration.vllm.backend import BACKEND, KEY
+from moe_nvlink_plugin.integration.vllm.balancing import deaths
+from moe_nvlink_plugin.integration.vllm.faults import engine as engines
+from moe_nvlink_plugin.integration.vllm.faults.engine import MoeNvlinkEngineSentinel
+from moe_nvlink_plugin.integration.vllm.faults.worker import ranges
+
+
+class Store:
+    """A torch Store that waits 20 s at most."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        with self._changed:
+            assert self._changed.wait_for(lambda: key in self._values, 20), key
+            return self._values[key]
+
+
+class Engine(SimpleNamespace):
+    """What the sentinel asks of vLLM's engine; its worker says that it has lost experts 4 and 5."""
+
+    def __init__(self, rank: int, store: Store, *, running: bool, size: int = 3) -> None:
+        parallel = SimpleNamespace(
+            data_parallel_size=size,
+            data_parallel_rank=rank,
+            data_parallel_master_ip="127.0.0.1",
+            world_size=1,
+            cpu_distributed_timeout=None,
+            fault_tolerance_config=SimpleNamespace(engine_recovery_timeout_sec=1),
+        )
+        asked: list[dict[str, Any]] = []
+
+        def collective_rpc(method: str, args: tuple[Any, ...]) -> list[list[str]]:
+            assert method == "handle_ft_command"
+            asked.append(dict(args[0].params))
+            return [["4-5"] if args[0].params["alive"] != list(range(size)) else []]
+
+        super().__init__(
+            engine_index=rank,
+            vllm_config=SimpleNamespace(parallel_config=parallel, additional_config={KEY: BACKEND}),
+            dp_group=f"group of {rank}",
+            dp_store=store,
+            engines_running=running,
+            step_counter=7,
+            scheduler=SimpleNamespace(has_requests=lambda: running),
+            model_executor=SimpleNamespace(collective_rpc=collective_rpc),
+            input_queue=queue.Queue(),
+            output_queue=queue.Queue(),
+            batch_queue=None,
+        )
+        self.asked = asked
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """(port, rank, size) of each data-parallel group that an engine has made."""
+    made: list[tuple[int, int, int]] = []
+
+    def init(_host: str, port: int, rank: int, size: int, **_named: Any) -> tuple[str, None]:
+        made.append((port, rank, size))
+        return f"new group of {size}", None
+
+    monkeypatch.setattr(engines, "stateless_init_torch_distributed_process_group", init)
+    monkeypatch.setattr(
+        engines, "stateless_destroy_torch_distributed_process_group", lambda _group: None
+    )
+    return made
+
+
+def sentinels(*running: bool) -> list[MoeNvlinkEngineSentinel]:
+    """Of ranks 0, 1, ... of three; an engine that runs is in its fault."""
+    store, found = Store(), []
+    for rank, runs in enumerate(running):
+        engine = Engine(rank, store, running=runs)
+        sentinel = MoeNvlinkEngineSentinel(engine, engine.vllm_config.parallel_config)
+        if runs:
+            sentinel.status_type = EngineStatusType.UNHEALTHY
+            sentinel.resumed.clear()
+        found.append(sentinel)
+    return found
+
+
+def tell(those: list[MoeNvlinkEngineSentinel], *params: dict[str, Any]) -> list[Any]:
+    """`retry` to all at once; what each answers."""
+    threads = [
+        threading.Thread(
+            target=one.handle_command,
+            args=(0, 5, {"instruction": "retry", "params": given, "request_id": "r"}),
+        )
+        for one, given in zip(those, params, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [
+        next(
+            outputs.utility_output.result.result
+            for _client, outputs in list(one.engine.output_queue.queue)
+            if outputs.utility_output.call_id == 5
+        )
+        for one in those
+    ]
+
+
+def statuses(sentinel: MoeNvlinkEngineSentinel) -> list[dict[str, Any]]:
+    those = [outputs.utility_output for _client, outputs in sentinel.engine.output_queue.queue]
+    return [one.result.result for one in those if one.call_id != 5]
+
+
+def test_two_go_on_without_the_third(groups: list[tuple[int, int, int]]) -> None:
+    """One of them is idle and has noticed nothing: it takes part until all know of no work."""
+    those = sentinels(True, False)
+    told = tell(those, {"dead_ranks": [2]}, {"dead_ranks": [2]})
+    assert [one["success"] for one in told] == [True, True]
+    ports = {port for port, _rank, _size in groups}
+    assert sorted((rank, size) for _port, rank, size in groups) == [(0, 2), (1, 2)]
+    assert len(ports) == 1
+    for one in those:
+        assert one.engine.dp_group == "new group of 2"
+        assert one.engine.step_counter == 0
+        assert one.engine.engines_running
+        assert one.resumed.is_set()
+        assert one.engine.asked[0]["alive"] == [0, 1]
+        last = statuses(one)[-1]
+        assert last["status"] == "healthy"
+        assert last["dead_ranks"] == [2]
+        assert last["lost_experts"] == ["4-5"]
+    assert those[1].engine.input_queue.qsize() == 1, "the idle engine must wake"
+    assert (
+        those[0].engine.asked[0]["new_stateless_dp_group_ports"]
+        == (those[1].engine.asked[0]["new_stateless_dp_group_ports"])
+    )
+
+
+def test_a_fault_that_passes_needs_all(groups: list[tuple[int, int, int]]) -> None:
+    those = sentinels(True, True, True)
+    told = tell(those, {}, {}, {})
+    assert [one["success"] for one in told] == [True] * 3
+    assert sorted(rank for _port, rank, size in groups if size == 3) == [0, 1, 2]
+    assert "dead_ranks" not in statuses(those[0])[-1]
+
+
+def test_a_second_death_leaves_out_both(groups: list[tuple[int, int, int]]) -> None:
+    those = sentinels(True, True)
+    tell(those, {"dead_ranks": [2]}, {"dead_ranks": [2]})
+    those[0].status_type = EngineStatusType.UNHEALTHY
+    for one in those:
+        one.engine.output_queue.queue.clear()
+    (told,) = tell(those[:1], {"dead_ranks": [1]})
+    assert told["success"]
+    assert statuses(those[0])[-1]["dead_ranks"] == [1, 2]
+    assert groups[-1][1:] == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("dead", "words"),
+    [
+        ([0], "no rank can go on without it"),
+        ([1], "names rank 1, which is this one"),
+        ([3], "from 0 to 2"),
+        ([True], "from 0 to 2"),
+        ("2", "from 0 to 2"),
+        ([-1], "from 0 to 2"),
+    ],
+)
+def test_what_cannot_be_retried(dead: Any, words: str) -> None:
+    """The engine stays as it was, and waits for another instruction."""
+    _zero, one = sentinels(True, True)
+    (told,) = tell([one], {"dead_ranks": dead})
+    assert not told["success"]
+    assert words in told["reason"]
+    assert one.status_type == EngineStatusType.UNHEALTHY
+    assert one.engine.asked == []
+
+
+def test_ranks_that_were_told_of_other_deaths(groups: list[tuple[int, int, int]]) -> None:
+    those = sentinels(True, True)
+    told = tell(those, {"dead_ranks": [2]}, {"dead_ranks": []} | {"dead_ranks": [2]})
+    assert all(one["success"] for one in told)
+    those = sentinels(True, True, True)
+    told = tell(those, {"dead_ranks": []}, {"dead_ranks": []}, {"dead_ranks": [1]})
+    assert not told[2]["success"]
+    assert "post the same dead_ranks" in told[2]["reason"]
+
+
+def test_a_busy_engine_that_is_well_refuses(groups: list[tuple[int, int, int]]) -> None:
+    (one,) = sentinels(True)
+    one.status_type = EngineStatusType.HEALTHY
+    (told,) = tell([one], {"dead_ranks": [1, 2]})
+    assert "HEALTHY" in told["reason"]
+    assert groups == []
+
+
+def test_only_engines_with_our_flag_get_our_sentinel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine import core
+
+    monkeypatch.setattr(core, "EngineCoreSentinel", engine_core_sentinel.EngineCoreSentinel)
+    faults.put_in_place()
+    faults.put_in_place()
+    make: Any = core.EngineCoreSentinel
+    engine = Engine(0, Store(), running=False)
+    parallel = engine.vllm_config.parallel_config
+    assert type(make(engine=engine, parallel_config=parallel)) is MoeNvlinkEngineSentinel
+    engine.vllm_config.additional_config = {}
+    theirs = make(engine=engine, parallel_config=parallel)
+    assert type(theirs) is engine_core_sentinel.EngineCoreSentinel
+
+
+# Experts.
+
+
+def _state() -> Any:
+    """Two layers of 4 experts on 3 ranks with 2 places each; the last rank has replicas."""
+    physical = torch.tensor([[0, 1, 2, 3, 0, 1], [3, 2, 1, 3, 0, 3]])
+    logical = torch.full((2, 4, 3), -1)
+    counts = torch.zeros(2, 4, dtype=torch.long)
+    for layer, placed in enumerate(physical.tolist()):
+        for place, expert in enumerate(placed):
+            logical[layer, expert, counts[layer, expert]] = place
+            counts[layer, expert] += 1
+    one = SimpleNamespace(
+        physical_to_logical_map=physical,
+        logical_to_physical_map=logical,
+        logical_replica_count=counts,
+    )
+    return SimpleNamespace(model_states={"m": one}, step=lambda: 1, rearrange=lambda: 1)
+
+
+def test_tokens_go_to_replicas() -> None:
+    state = _state()
+    (one,) = state.model_states.values()
+    places, counts = one.logical_to_physical_map, one.logical_replica_count
+    assert deaths.leave_out(state, [2], 3) == {0}, "of layer 1"
+    assert places[0].tolist() == [[0, -1, -1], [1, -1, -1], [2, -1, -1], [3, -1, -1]]
+    assert counts[0].tolist() == [1, 1, 1, 1]
+    # Expert 0 was on the dead rank only, and keeps its place, where no token arrives.
+    assert places[1].tolist() == [[4, -1, -1], [2, -1, -1], [1, -1, -1], [0, 3, -1]]
+    assert counts[1].tolist() == [1, 1, 1, 2]
+    assert state.step() is None, "the balancer stands still"
+
+
+def test_a_replica_in_front_of_others_dies() -> None:
+    state = _state()
+    (one,) = state.model_states.values()
+    assert deaths.leave_out(state, [0], 3) == {2}
+    assert one.logical_to_physical_map[0, 0].tolist() == [4, -1, -1]
+    assert one.logical_to_physical_map[1, 3].tolist() == [3, 5, -1]
+
+
+def test_no_death_changes_nothing() -> None:
+    state = _state()
+    before = state.model_states["m"].logical_to_physical_map.clone()
+    assert deaths.leave_out(state, [], 3) == set()
+    assert torch.equal(before, state.model_states["m"].logical_to_physical_map)
+    assert state.step() == 1
+
+
+def test_a_death_while_weights_move_is_the_end() -> None:
+    state = _state()
+
+    def interrupted() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    state.rearrange = interrupted
+    deaths.watch_moves(state)
+    with pytest.raises(RuntimeError):
+        state.rearrange()
+    with pytest.raises(UnsupportedError, match="while the load balancer moved weights"):
+        deaths.leave_out(state, [2], 3)
+    state = _state()
+    deaths.watch_moves(state)
+    assert state.rearrange() == 1
+    deaths.leave_out(state, [2], 3)
+
+
+def test_ranges() -> None:
+    assert ranges([]) == []
+    assert ranges([3]) == ["3"]
+    assert ranges([0, 1, 2, 5, 7, 8]) == ["0-2", "5", "7-8"]
+    assert json.dumps(ranges([1, 2]))
+
+
+def test_request_is_vllms() -> None:
+    request = FaultToleranceRequest(instruction="retry", params={})
+    assert request.params.get(engines.DEAD, []) == []
