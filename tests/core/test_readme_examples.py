@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from moe_nvlink_plugin import MoeAllToAll, QuantisingRecipe
+from moe_nvlink_plugin import MoeAllToAll, QuantisingRecipe, StoreGroup
 from moe_nvlink_plugin.recipes import BUILT_IN
 from moe_nvlink_plugin.recipes.combine_formats import FORMATS, combine_rows
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
@@ -42,6 +42,8 @@ EXECUTED_BY = {
     ),
     Place("Verbs beside other work"): f"{HERE}::test_shared_experts_beside_combine",
     Place("When a rank dies"): f"{HERE}::test_ranks_go_on_without_a_dead_one",
+    Place("When ranks return or join"): f"{HERE}::test_a_rank_joins",
+    Place("When ranks return or join", 1): f"{HERE}::test_a_rank_joins",
     Place(
         "Share an LM head among draft ranks"
     ): "tests/core/lm_head/test_head.py::test_the_readmes_example",
@@ -132,6 +134,29 @@ def test_ranks_go_on_without_a_dead_one() -> None:
     for rank, output in enumerate(run_ranks(3, rank_main)):
         assert (output is None) == (rank == 2)
         assert output is None or torch.equal(output, expected.expand_as(output))
+
+
+def test_a_rank_joins() -> None:
+    """Each of three ranks then sends a token to every rank, and gets three times what it sent."""
+    stays, joins = (example("When ranks return or join", number) for number in range(2))
+    store = dist.HashStore()
+
+    def rank_main(group: ThreadGroup) -> bool:
+        places = (0, 1) if group.rank < 2 else (0, 1, 2)
+        geometry = config(4, group.rank, places=places, top_k=3)
+        names = {"config": geometry, "store": store, "rank": group.rank, "MoeAllToAll": MoeAllToAll}
+        names["StoreGroup"] = StoreGroup
+        exec(stays if group.rank < 2 else joins, names)
+        with names["exchange"] as exchange:
+            assert exchange.places == (0, 1, 2)
+            rows = torch.full((1, geometry.hidden_size), 1.0 + group.rank)
+            ids = torch.tensor([[0, 1, 2]])
+            got = exchange.dispatch(rows, ids, torch.ones(1, 3))
+            output = exchange.combine(got.hidden_states, got.metadata)
+            group.all_gather_object(None)
+        return torch.equal(output, 3 * rows)
+
+    assert run_ranks(3, rank_main) == [True] * 3
 
 
 # Commands, and the tables of formats.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
 from typing import Any
@@ -20,13 +21,15 @@ from vllm.v1.fault_tolerance.engine_core_sentinel import EngineCoreSentinel
 from vllm.v1.fault_tolerance.utils import FaultToleranceRequest, FaultToleranceResult
 from vllm.v1.serial_utils import UtilityResult
 
-from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.errors import PeerError, UnsupportedError
 from moe_nvlink_plugin.integration import overrides
 
 logger = logging.getLogger(__name__)
 
 #: Name of the parameter of `retry` that lists data-parallel ranks that do not come back.
 DEAD = "dead_ranks"
+#: Seconds that a rank waits for the others to be told.
+RETRY_S = 60
 
 
 class MoeNvlinkEngineSentinel(EngineCoreSentinel):
@@ -73,8 +76,8 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
             logger.error("[FT] %s", problem)
             return FaultToleranceResult(ft_request.request_id, success=False, reason=problem)
         dead = tuple(sorted({*self.dead, *named}))
-        # As vLLM's, which drops what the workers answer. When it has resumed the engine, nobody else
-        # may ask its workers.
+        # As vLLM's, which drops what the workers answer. When it has resumed the engine, nobody
+        # else may ask its workers.
         params, engine = ft_request.params, self.engine
         params.update(self._reinit_dp_group(dead))
         engine.step_counter = 0
@@ -113,9 +116,8 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
         engine, parallel = self.engine, self.engine.vllm_config.parallel_config
         alive = [rank for rank in range(parallel.data_parallel_size) if rank not in dead]
         me = alive.index(parallel.data_parallel_rank)
-        number = self._dp_reinit_epoch
+        told = self._tell(f"moe_nvlink_retry_{self._dp_reinit_epoch}", alive, me)
         self._dp_reinit_epoch += 1
-        told = self._tell(f"moe_nvlink_retry_{number}", alive, me)
         stateless_destroy_torch_distributed_process_group(engine.dp_group)
         # The store of the first group stays: it lives with rank 0, as later ones would.
         engine.dp_group, _store = stateless_init_torch_distributed_process_group(
@@ -136,12 +138,22 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
         """Return what all ranks use, which rank 0 chooses. Collective over the ranks that live.
 
         Raises:
+            PeerError: a rank was not told within RETRY_S. Nothing has changed; tell all again.
             UnsupportedError: the ranks were told of different deaths.
         """
         engine, parallel = self.engine, self.engine.vllm_config.parallel_config
         mine = {"alive": alive, "running": engine.engines_running}
-        engine.dp_store.set(f"{key}/{alive[me]}", json.dumps(mine).encode())
-        everyones = [json.loads(engine.dp_store.get(f"{key}/{rank}").decode()) for rank in alive]
+        store = engine.dp_store
+        store.set(f"{key}/{alive[me]}", json.dumps(mine).encode())
+        try:
+            store.wait([f"{key}/{rank}" for rank in alive], datetime.timedelta(seconds=RETRY_S))
+        except RuntimeError as error:  # torch's DistStoreError
+            store.delete_key(f"{key}/{alive[me]}")
+            raise PeerError(
+                f"not all of ranks {alive} were told to retry within {RETRY_S} s: {error}; post it "
+                "to all servers that live, with those ranks that have died"
+            ) from error
+        everyones = [json.loads(store.get(f"{key}/{rank}").decode()) for rank in alive]
         if any(theirs["alive"] != alive for theirs in everyones):
             raise UnsupportedError(
                 f"retry on rank {alive[me]} goes on with ranks {alive}, on others with "
@@ -150,8 +162,8 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
         if me == 0:
             ports = [get_open_port() for _ in range(parallel.world_size)]
             chosen = {"worker_ports": ports, "port": get_open_port()}
-            engine.dp_store.set(f"{key}/chosen", json.dumps(chosen).encode())
-        told: dict[str, Any] = json.loads(engine.dp_store.get(f"{key}/chosen").decode())
+            store.set(f"{key}/chosen", json.dumps(chosen).encode())
+        told: dict[str, Any] = json.loads(store.get(f"{key}/chosen").decode())
         told["running"] = any(theirs["running"] for theirs in everyones)
         return told
 

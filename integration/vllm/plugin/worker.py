@@ -36,19 +36,21 @@ class TellsOurExchange(_Base):
     """Mixin for one of vLLM's workers, which does everything else."""
 
     @overrides
-    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        parallel = vllm_config.parallel_config
-        tolerates_faults = parallel.enable_fault_tolerance
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        asked = kwargs.get("vllm_config", args[0] if args else None)
+        parallel = getattr(asked, "parallel_config", None)
+        if not getattr(parallel, "enable_fault_tolerance", False):
+            super().__init__(*args, **kwargs)
+            return
+        from moe_nvlink_plugin.integration.vllm.faults.worker import MoeNvlinkWorkerSentinel
+
         # vLLM's sentinel would refuse our backend; ours comes in its place.
         parallel.enable_fault_tolerance = False
         try:
-            super().__init__(vllm_config, *args, **kwargs)
+            super().__init__(*args, **kwargs)
         finally:
-            parallel.enable_fault_tolerance = tolerates_faults
-        if tolerates_faults:
-            from moe_nvlink_plugin.integration.vllm.faults.worker import MoeNvlinkWorkerSentinel
-
-            self.worker_sentinel = MoeNvlinkWorkerSentinel(self)
+            parallel.enable_fault_tolerance = True
+        self.worker_sentinel = MoeNvlinkWorkerSentinel(self)
 
     @overrides
     def load_model(self, *, load_dummy_weights: bool = False) -> None:

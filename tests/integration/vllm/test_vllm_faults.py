@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import queue
 import threading
@@ -42,6 +43,17 @@ class Store:
         with self._changed:
             assert self._changed.wait_for(lambda: key in self._values, 20), key
             return self._values[key]
+
+    def wait(self, keys: list[str], limit: datetime.timedelta) -> None:
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: self._values.keys() >= set(keys), limit.total_seconds()
+            ):
+                raise RuntimeError("wait timeout")
+
+    def delete_key(self, key: str) -> bool:
+        with self._changed:
+            return self._values.pop(key, None) is not None
 
 
 class Engine(SimpleNamespace):
@@ -210,6 +222,22 @@ def test_ranks_that_were_told_of_other_deaths(groups: list[tuple[int, int, int]]
     told = tell(those, {"dead_ranks": []}, {"dead_ranks": []}, {"dead_ranks": [1]})
     assert not told[2]["success"]
     assert "post the same dead_ranks" in told[2]["reason"]
+
+
+def test_a_retry_that_the_others_do_not_hear_of(
+    groups: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends, and both can be told again."""
+    monkeypatch.setattr(engines, "RETRY_S", 0.1)
+    those = sentinels(False, True)
+    (told,) = tell(those[:1], {"dead_ranks": [2]})
+    assert "not all of ranks [0, 1] were told" in told["reason"]
+    assert those[0].status_type == EngineStatusType.HEALTHY
+    assert groups == []
+    monkeypatch.setattr(engines, "RETRY_S", 30)
+    those[0].engine.output_queue.queue.clear()
+    again = tell(those, {"dead_ranks": [2]}, {"dead_ranks": [2]})
+    assert [one["success"] for one in again] == [True, True]
 
 
 def test_a_busy_engine_that_is_well_refuses(groups: list[tuple[int, int, int]]) -> None:

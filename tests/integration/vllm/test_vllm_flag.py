@@ -465,7 +465,8 @@ def test_without_the_flag_vllm_is_as_before(
     assert ours.pop("ours") == [
         *(package, f"{package}.errors", porch),
         f"{porch}.vllm",
-        *(f"{porch}.vllm.{name}" for name in ("backend", "logs", "plugin", "plugin.flag")),
+        *(f"{porch}.vllm.{name}" for name in ("backend", "faults", "logs", "plugin")),
+        f"{porch}.vllm.plugin.flag",
         f"{porch}.vllm.plugin.platform",
     ]
     assert theirs.pop("ours") == []

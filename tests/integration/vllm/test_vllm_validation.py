@@ -142,6 +142,10 @@ def test_those_models_are_vllms() -> None:
             ["LoRA on experts with --tensor-parallel-size 2", "--lora-target-modules"],
         ),
         ({"enable_dbo": True}, ["--enable-dbo", "Microbatching currently only supports"]),
+        (
+            {"enable_fault_tolerance": True, "enable_lora": True, "data_parallel_rank": 0},
+            ["fault tolerance", "with --enable-lora"],
+        ),
         ({"ubatch_size": 3}, ["--ubatch-size 3"]),
         ({"prefill_context_parallel_size": 2}, ["--prefill-context-parallel-size 2", "V2 model"]),
         ({"hf_overrides": {"hidden_size": 100}}, ["hidden_size 100", "multiple of 32"]),
@@ -443,7 +447,7 @@ def test_names_are_looked_for_only_where_they_are_needed() -> None:
     assert not [one for one in cpu if "cuda" in one.why.partition(":")[0]]
     everywhere = compat.touched()
     assert {"", "cpu", "cuda"} == {one.device for one in everywhere}
-    features = {"", "adapters", "balancing", "drafts", "one draft", "scheduling"}
+    features = {"", "adapters", "balancing", "drafts", "faults", "one draft", "scheduling"}
     assert {one.needed_for for one in everywhere} == features
 
 
