@@ -11,6 +11,7 @@ import http.server
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 import urllib.request
@@ -267,15 +268,18 @@ def test_a_server_that_is_back_in_time_has_not_died(group: Group) -> None:
 def test_a_rank_that_comes_back_after_the_retry_stays_out(
     group: Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What follows is for the survivors alone, and names it again."""
+    """What follows is for the survivors alone, and names it again. Its own faults are none."""
     plan = {
         2: lambda: group.kill(2),
         20: group.servers[2].start,
+        25: lambda: group.set(UNHEALTHY, 2),
         30: lambda: group.set(UNHEALTHY, 0, 1),
     }
     assert group.play(plan, until=200) == 0
     assert group.posts() == [[(5.0, without(2)), (33.0, without(2))]] * 2 + [[]]
-    assert "rank 2 is healthy, and stays out" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "rank 2 is healthy, and stays out" in said
+    assert said.count("all healthy") == 2
 
 
 def test_each_death_is_a_fault_of_its_own(group: Group) -> None:
@@ -294,6 +298,18 @@ def test_each_death_is_a_fault_of_its_own(group: Group) -> None:
 def test_ranks_that_die_one_after_the_other_are_named_together(group: Group) -> None:
     plan = {2: lambda: group.kill(2), 4: lambda: group.kill(1)}
     assert group.play(plan, until=60) == 0
+    assert group.posts() == [[(7.0, without(1, 2))], [], []]
+
+
+def test_the_patience_of_each_begins_with_the_fault(group: Group) -> None:
+    """And not with the death of another rank."""
+
+    def kill_engine(rank: int) -> None:
+        group.dead = sorted([*group.dead, rank])
+        group.servers[rank].answers["/health"] = (503, b"")
+
+    group.set(UNHEALTHY, 0)
+    assert group.play({2: lambda: kill_engine(2), 4: lambda: kill_engine(1)}, until=60) == 0
     assert group.posts() == [[(7.0, without(1, 2))], [], []]
 
 
@@ -371,13 +387,13 @@ def test_what_a_server_says_is_shown_as_text(group: Group) -> None:
     assert len(look.text) < 300
 
 
-def test_urls_in_another_order_would_leave_out_the_wrong_rank(
-    group: Group, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second, _ = group.servers
-    assert cli.main(["watch", first.url, second.url, second.url]) == 1
-    said = capsys.readouterr().err
-    assert f"URL 2 ({second.url}) is of rank 1: name the URLs in rank order" in said
+def test_urls_in_another_order_would_leave_out_the_wrong_rank(group: Group) -> None:
+    group.set(HEALTHY, 1)
+    group.servers[2].status = group.servers[1].status
+    with pytest.raises(
+        ConfigError, match=r"URL 2 \(.*\) is of rank 1: name the URLs in rank order"
+    ):
+        group.play({}, until=3)
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http://", "http://localhost:99999"])
@@ -386,11 +402,19 @@ def test_a_url_of_no_server(url: str) -> None:
         watch.Watch([url], watch.Options())
 
 
-def test_no_proxy_answers_for_a_server(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", group.servers[1].url)
-    monkeypatch.delenv("no_proxy", raising=False)
+def test_no_proxy_answers_for_a_server(group: Group) -> None:
+    """urllib reads the environment when it is asked for an opener."""
     group.servers[0].stop()
-    assert look_at(0, group.servers[0].url).state is State.REFUSES
+    code = "import sys; from moe_nvlink_plugin.tools import rank_server as it; "
+    code += "print(it.look_at(0, sys.argv[1]).text)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, group.servers[0].url],
+        env={**os.environ, "http_proxy": group.servers[1].url, "no_proxy": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "refuses connections\n"
 
 
 # Retries that do not heal.
@@ -470,10 +494,12 @@ def test_a_dry_run_posts_and_runs_nothing(
 def test_a_command_runs_once_for_a_dead_rank_and_without_a_shell(
     group: Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Ctrl-C of the terminal does not reach it: it has a session of its own."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     told: list[str] = []
-    code = "import sys; open(sys.argv[1], 'w').write(' '.join(sys.argv[2:]))"
+    code = "import os, sys; alone = os.getsid(0) == os.getpid(); "
+    code += "open(sys.argv[1], 'w').write(f'{alone} ' + ' '.join(sys.argv[2:]))"
     command = (sys.executable, "-c", code, str(pipe), "{rank}", "{url};{}", "$HOME")
     plan = {
         2: lambda: group.kill(2),
@@ -482,7 +508,7 @@ def test_a_command_runs_once_for_a_dead_rank_and_without_a_shell(
         30: group.servers[2].stop,
     }
     assert group.play(plan, until=60, restart=command) == 0
-    assert told == [f"2 {group.servers[2].url};{{}} $HOME"]
+    assert told == [f"True 2 {group.servers[2].url};{{}} $HOME"]
     assert capsys.readouterr().out.count("  runs ") == 1
 
 
