@@ -39,6 +39,7 @@ def moe_nvlink_frameworks() -> list[Framework]:
                 frameworks.CAPACITY: "--max-num-batched-tokens",
                 frameworks.GPU_MEMORY: "lower --gpu-memory-utilization",
                 frameworks.ANOTHER_BACKEND: "--all2all-backend allgather_reducescatter",
+                frameworks.FAULT_TOLERANCE: "--enable-fault-tolerance",
                 frameworks.BINDS_RANKS: "",
                 frameworks.METRICS: "",
             },

@@ -26,7 +26,7 @@ there. transport/ says how peers reach that memory. jit/ makes machine code from
 it. recipes/ say what travels, there and back. plugins/ find recipes and transports, and try whether
 a transport connects ranks. verify/ holds rounds to the reference: self_check, and what `moe-nvlink
 verify` runs and times. tools/ serves the shell: the command `moe-nvlink` with its doctor, verify,
-precompile and top.
+precompile, top and watch.
 
 The doorway, which every module may use: config.py (AllToAllConfig), errors.py, env.py,
 frameworks.py (what adapters tell our tools), groups.py (the collective steps of create), driver.py

@@ -26,8 +26,9 @@ ENTRY_POINT_GROUP = "moe_nvlink.plugins"
 FOLDER = f"{__package__}.integration"
 
 #: Keys of `Framework.advice`: how its users get a smaller workspace, more room on the GPU, and an
-#: exchange without us.
+#: exchange without us; how its servers take `retry` from `watch`.
 CAPACITY, GPU_MEMORY, ANOTHER_BACKEND = "capacity", "GPU memory", "another backend"
+FAULT_TOLERANCE = "fault tolerance"
 #: Keys without a text: it binds a rank to one NUMA node; its servers have metrics for `top`.
 BINDS_RANKS, METRICS = "binds ranks", "metrics"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -55,6 +56,27 @@ server knows its own ranks only.
 
   moe-nvlink top http://host-a:8000 http://host-b:8000"""
 
+_WATCH = """
+Looks at the servers of a model's ranks, and has the ranks go on after a fault. Each rank has its
+own{of} server, started with fault tolerance{how}.
+Name all of them in rank order:
+
+  moe-nvlink watch --act http://host-a:8000 http://host-b:8000 http://host-c:8000
+
+A rank is dead if its port has refused connections for --patience, or if, beside an unhealthy rank,
+its server has said for as long that its engine is dead. A server that merely gives no answer is not
+dead: the command says so and waits. Then it posts `retry` to all ranks that live and names the dead
+ones, so that the others go on without them. If none is dead, all of them try again. Before the
+first retry, ranks that still look healthy have five times --patience to notice the fault.
+
+Without --act the command posts and runs nothing: it says what it would do.
+
+A rank that was started again cannot enter the running group yet. --restart is for ranks whose
+command starts the whole group again.
+
+The exit code is 0 after Ctrl-C, 1 if an argument is wrong, 3 if rank 0 died (no rank can go on
+without it), and 4 if --attempts retries healed nothing."""
+
 
 def _geometry(text: str) -> Variant:
     try:
@@ -67,6 +89,16 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no command: {error}") from error
+    if not words:
+        raise argparse.ArgumentTypeError(f"{text!r} names no command; leave the option out")
+    return words
 
 
 def _folder(text: str) -> Path:
@@ -97,7 +129,7 @@ def _choices() -> str:
 
 
 def _parser(command: str = "") -> argparse.ArgumentParser:
-    """Return the parser. Only the text of `top` asks plugins, which may import torch."""
+    """Return the parser. Only two commands' texts ask plugins, which may import torch."""
     parser = argparse.ArgumentParser(prog="moe-nvlink", description=__doc__)
     parser.add_argument("--version", action="version", version=f"moe-nvlink {own_version()}")
     serving = frameworks.named(frameworks.METRICS) if command == "top" else ""
@@ -181,6 +213,7 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
         "--interval", type=_seconds, default=2.0, metavar="S", help="seconds (default: 2)"
     )
     watching.add_argument("--once", action="store_true", help="print one table and end")
+    _add_watch(commands, is_asked=command == "watch")
     return parser
 
 
@@ -217,6 +250,60 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     verify.add_argument("--output", type=Path, metavar="FILE", help="report as JSON")
 
 
+def _add_watch(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], *, is_asked: bool
+) -> None:
+    names = frameworks.named(frameworks.FAULT_TOLERANCE) if is_asked else ""
+    how = frameworks.advice(frameworks.FAULT_TOLERANCE) if is_asked else ""
+    watch = commands.add_parser(
+        "watch",
+        help="after a fault or a death, have the ranks of a running model go on",
+        description=_WATCH.format(of=f" {names}" if names else "", how=how),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    watch.add_argument("urls", nargs="+", metavar="URL", help="the server of each rank, from 0 on")
+    watch.add_argument("--act", action="store_true", help="post and run (default: only say it)")
+    for name, default, what in (
+        ("patience", 3.0, "for how long a server must be gone until its rank counts as dead"),
+        ("timeout", 60.0, "for how long a retry may take until the next one"),
+        ("interval", 1.0, "from one look to the next"),
+    ):
+        watch.add_argument(
+            f"--{name}",
+            type=_seconds,
+            default=default,
+            metavar="S",
+            help=f"seconds: {what} (default: {default:.0f})",
+        )
+    watch.add_argument(
+        "--attempts", type=_count, default=3, metavar="N", help="retries of a fault (default: 3)"
+    )
+    watch.add_argument(
+        "--restart",
+        type=_words,
+        default=(),
+        metavar="COMMAND",
+        help="run this once for each rank that dies, not through a shell; {rank} and {url} in it "
+        "stand for that rank's",
+    )
+
+
+def _run_watch(options: argparse.Namespace) -> int:
+    from . import watch
+
+    return watch.Watch(
+        options.urls,
+        watch.Options(
+            act=options.act,
+            patience_s=options.patience,
+            timeout_s=options.timeout,
+            attempts=options.attempts,
+            interval_s=options.interval,
+            restart=options.restart,
+        ),
+    ).run()
+
+
 def _run_verify(options: argparse.Namespace) -> int:
     from . import verify
 
@@ -246,6 +333,8 @@ def _run(options: argparse.Namespace) -> int:
         from . import top
 
         return top.main(options.urls, options.interval, once=options.once)
+    if options.command == "watch":
+        return _run_watch(options)
     if options.command == "dump-source":
         build = dump_source.parse_build(options.kernel, options.values)
         return dump_source.main(build, options.arch, as_ptx=options.ptx)

@@ -119,7 +119,7 @@ def fetch(url: str) -> str:
         ConfigError: it is no URL of a web server.
         PeerError: the server does not answer with metrics.
     """
-    if not _names_a_server(url):
+    if not names_a_server(url):
         raise ConfigError(f"{url!r} is no URL of a server; write for example http://localhost:8000")
     where = url if url.rstrip("/").endswith("/metrics") else f"{url.rstrip('/')}/metrics"
     try:
@@ -135,7 +135,8 @@ def fetch(url: str) -> str:
     return content.decode("utf-8", "replace")
 
 
-def _names_a_server(url: str) -> bool:
+def names_a_server(url: str) -> bool:
+    """Return whether it is the URL of a web server."""
     try:
         parts = urllib.parse.urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
