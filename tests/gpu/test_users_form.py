@@ -37,11 +37,6 @@ with_and_without_pdl = pytest.mark.parametrize("pdl", [False, True], ids=["plain
 eager_and_captured = pytest.mark.parametrize("capture", [False, True], ids=["eager", "captured"])
 
 
-@pytest.fixture(autouse=True)
-def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOE_NVLINK_ALLOW_SHARED_GPU", "1")
-
-
 # One rank, the product's own path.
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moe_nvlink_plugin.jit import cache, nvrtc
-from tests.gpu import line_table, profiled
+from tests.gpu import profiled
 from tests.gpu.watched import CANNOT_RUN
 from tests.support import emulated
 
@@ -33,12 +33,9 @@ if "--import" not in given:
         raise SystemExit(124)
     assert os.environ["MOE_NVLINK_LINEINFO"] == "1"
     Path(os.environ["MOE_NVLINK_CACHE_DIR"], "0123.cu").write_text("// the kernels")
-    size = (folder / "size").read_text() if "SourceCounters" in given else "1"
-    Path(after("--export")).write_bytes(b"x" * int(size))
+    Path(after("--export")).write_bytes(b"x")
     facts = {{"machine": {{"gpu": "NVIDIA H100 80GB HBM3", "date": "2026-01-01"}}}}
     Path(after("--facts")).write_text(json.dumps(facts))
-elif after("--page") == "source":
-    print((folder / after("--print-source")).read_text())
 else:
     print((folder / after("--page")).read_text())
 """
@@ -73,9 +70,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "ncu").write_text(NCU)
     (folder / "ncu").chmod(0o755)
-    for name, text in (("raw", raw(4)), ("details", "text"), ("cuda", "?"), ("sass", "?")):
+    for name, text in (("raw", raw(4)), ("details", "text"), ("source", "lines")):
         (folder / name).write_text(text)
-    (folder / "size").write_text("1000")
     cached = tmp_path / "cache"
     cached.mkdir(mode=0o700)
     monkeypatch.setattr(profiled, "PLACES", ())
@@ -109,8 +105,7 @@ def test_reports_text_and_source_stay(
     assert first["kernel"] == "moe_nvlink_emulated_dispatch"
     assert (first["duration_us"], first["registers"], first["l2_percent"]) == (12.5, 64, None)
     assert first["stalls"] == {"long_scoreboard": 9.25, "math": 2.0, "barrier": 1.5}
-    assert not {"top_lines", "top_instructions"} & first.keys(), "texts that are no tables"
-    assert "moe_nvlink_emulated_combine, 2048 tokens: duration_us 12.5" in capsys.readouterr().out
+    assert "'tokens': 2048, 'duration_us': 12.5" in capsys.readouterr().out
     left = {path.name.removeprefix("2026-h100-ncu") for path in tmp_path.glob("2026*")}
     texts = {
         f"-{group}.ncu-rep.{kind}.gz" for group in ("16-2048", "1-64") for kind in profiled.TEXTS
@@ -144,52 +139,12 @@ def test_kernels_in_another_order(tmp_path: Path, fake: Path) -> None:
     assert {row["tokens"] for row in found["rows"]} == {None}
 
 
-# What ncu 2025.3 said of an H200. Of the report only combine's table of lines is left.
-
-
-def real_texts() -> dict[str, str]:
-    folder = Path(__file__).with_name("of_ncu")
-    return {f"{kind}.csv": (folder / f"{kind}.csv").read_text() for kind in REAL}
-
-
-REAL = ("raw", "lines", "instructions")
-REPORT = gzip.decompress((Path(__file__).with_name("of_ncu") / "ncu-rep.gz").read_bytes())
-
-
-def test_lines_of_real_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    header = "HD bool has_arrived(uint32_t mark) const {\n"
-    arrived = "return halves[1] >> 16 == mark && halves[3] >> 16 == mark;"
-    (tmp_path / "units.h").write_text(f"// 1\n  {header}    {arrived}\n  }}\n")
-    monkeypatch.setattr(profiled, "KERNELS", tmp_path)
-    rows = profiled.rows_of(real_texts(), (16, 2048), REPORT)
+def test_a_report_of_an_h200() -> None:
+    """What ncu 2025.3 said."""
+    text = (Path(__file__).with_name("of_ncu") / "raw.csv").read_text()
+    rows = profiled.rows_of(text, (16, 2048))
     assert [row["tokens"] for row in rows] == [16, 16, 2048, 2048]
     assert [row["duration_us"] for row in rows] == [46.656, 27.328, 588.064, 495.456]
-    assert rows[0]["top_instructions"][0] == "684: +0xbac0 SHF.R.U32.HI R52, RZ, 0x10, R17"
-    combine = rows[1]
-    assert combine["top_instructions"][0] == "662: +0x5160 SHF.R.U32.HI R48, RZ, 0x10, R17"
-    assert combine["top_lines"][0] == f"662: units.h:3 {arrived}", "a file of ours"
-    place = "line 3414 {data0, (data1 & 0xffffu) | mark << 16"
-    assert combine["top_lines"][1].startswith(f"607: {place}"), "a line that no file has now"
-    assert "top_lines" not in rows[0], "no table says its lines"
-
-
-@pytest.mark.parametrize("report", [b"", REPORT[:6000], REPORT.replace(b"\2\0", b"\3\0")])
-def test_a_report_without_a_table_of_lines(report: bytes) -> None:
-    rows = profiled.rows_of(real_texts(), (16, 2048), report)
-    assert len(rows) == 4
-    assert all("top_instructions" in row and "top_lines" not in row for row in rows)
-
-
-def test_lines_of_a_whole_function() -> None:
-    (found,) = line_table.lines_of(REPORT).values()
-    assert len(found.offsets) == 852
-    assert [found.at(offset) for offset in (0, 0x10, 0x20, -16)] == [7401, 7404, 279, None]
-
-
-def test_a_report_too_large_is_made_without_source(tmp_path: Path, fake: Path) -> None:
-    (fake / "size").write_text(str(profiled.MOST_BYTES))
-    assert measure(tmp_path)[0] == 0
-    assert [path.stat().st_size for path in tmp_path.glob("*.ncu-rep")] == [1, 1]
 
 
 def test_a_group_that_fails_does_not_take_the_other(tmp_path: Path, fake: Path) -> None:
