@@ -47,11 +47,6 @@ ARCHIVE_BYTES = 15 << 20
 #: Why steps were left out.
 TIME_WAS_OVER, ENDED = "the stage's time was over", "ended from outside"
 
-PACKAGES = (
-    *("torch", "numpy", "cuda.bindings.driver", "cuda.bindings.nvrtc", "filelock", "pluggy"),
-    *("pytest", "pytest_timeout", "hypothesis"),
-)
-
 
 @dataclasses.dataclass
 class Outcome:
@@ -142,7 +137,7 @@ class Run:
         self._say(f"carried  {os.environ.get('GPU_STAGES_CARRIED', 'nothing')}")
         self._say("One GPU: nothing here shows NVLink's latency, bandwidth or ordering.")
         if self.facts["missing"]:
-            return f"these packages are missing: {', '.join(self.facts['missing'])}"
+            return f"a package is missing: {self.facts['missing']}"
         if not self.rehearse:
             return "" if self.facts["gpu"] else "torch sees no CUDA device"
         self._say("A rehearsal, small, on CPU ranks and the stand-in for the driver.")
@@ -179,7 +174,7 @@ class Run:
             return ENDED
         if self._left_s() < LEAST_S:
             return TIME_WAS_OVER
-        if step.needs and not self.rehearse and not _is_there(step.needs):
+        if step.needs and not self.rehearse and not importlib.util.find_spec(step.needs):
             return f"{step.needs} was not carried (benchmarks/carry.sh) and is not installed"
         return ""
 
@@ -318,15 +313,10 @@ def _cubins() -> int:
     return len(list(Path(os.environ.get("MOE_NVLINK_CACHE_DIR", "/nowhere")).glob("*.cubin")))
 
 
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:  # a package that it would be in
-        return False
-
-
-_ASK_TORCH = """
-import torch
+#: What every step needs; the answer is about torch.
+_ASK = """
+import cuda.bindings.driver, cuda.bindings.nvrtc, filelock, hypothesis, numpy, pluggy
+import pytest, pytest_timeout, torch
 print(torch.__version__)
 print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else "")
 """
@@ -334,17 +324,13 @@ print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else "")
 
 def look() -> dict[str, Any]:
     """Return what this machine has. Another process loads torch."""
-    missing = [name for name in PACKAGES if not _is_there(name)]
-    version, gpu = None, ""
-    if "torch" not in missing:
-        command = [sys.executable, "-W", "ignore", "-c", _ASK_TORCH]
-        try:
-            said = subprocess.check_output(command, text=True, timeout=120)
-            version, gpu = said.removesuffix("\n").split("\n")[-2:]
-        except subprocess.SubprocessError:
-            missing.append("a torch that answers")
-    python = platform.python_version()
-    return {"missing": missing, "python": python, "torch": version, "gpu": gpu or None}
+    found = {"missing": "", "python": platform.python_version(), "torch": None, "gpu": None}
+    command = [sys.executable, "-W", "ignore", "-c", _ASK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        return found | {"missing": done.stderr.strip().rpartition("\n")[2] or "no torch answers"}
+    version, gpu = done.stdout.removesuffix("\n").split("\n")[-2:]
+    return found | {"torch": version, "gpu": gpu or None}
 
 
 def main() -> None:

@@ -68,15 +68,21 @@ def _verify(name: str, limit_s: float, options: str) -> Step:
     return _step(name, limit_s, f"-m moe_nvlink_plugin verify {options} {report}", rehearsed)
 
 
+def _bench(name: str, limit_s: float, command: str, rehearsed: str, needs: str = "") -> Step:
+    """Make a step that leaves a result file."""
+    command = f"{command} --output_file {{results}}-{name}.json"
+    return _step(name, limit_s, command, rehearsed, needs)
+
+
 def _emulated(
     name: str, limit_s: float, options: str, needs: str = "", ranks: int = 8, small: str = ""
 ) -> Step:
     """Make a step of bench_moe_comm.py; `small`: the most tokens of a small batch."""
     every = f"--perfect_router --device cuda --emulate_ranks {ranks}"
-    step = _step(
+    step = _bench(
         name,
         limit_s,
-        f"benchmarks/bench_moe_comm.py {every} {options} --output_file {{results}}-{name}.json",
+        f"benchmarks/bench_moe_comm.py {every} {options}",
         "--device rehearsal --emulate_ranks 2 --profile custom --hidden_size 64 --top_k 8"
         " --num_experts 256 --batches 1 4 --iters 10 --warmup 1 --backend moe_nvlink",
         needs,
@@ -121,52 +127,44 @@ _TWO, _TWO_BULK = (
     for name, small in (("two-ranks", "64"), ("two-ranks-bulk", "0"))
 )
 
-#: What the kernels wait for, and in which lines.
-_NCU = _step(
-    "ncu", 110, "-m tests.gpu.profiled --limit 105 --output_file {results}-ncu.json", "--rehearse"
-)
-
 NUMBERS = Stage(
     "numbers",
     530,
     (
         # What the software GPU's clock assumes, before anything else may use up the time.
         (
-            _step(
-                "constants",
-                45,
-                "benchmarks/gpu_constants.py --output_file {results}-constants.json",
-                "--device rehearsal --limit_s 100",
+            _bench(
+                "constants", 45, "benchmarks/gpu_constants.py", "--device rehearsal --limit_s 100"
             ),
         ),
         # Beside FlashInfer if it is there. The goals are at 64 tokens or fewer, and at 2048.
         (_emulated("moe-comm", 90, "--batches 1 4 16 32 64 128 256 512 1024 2048"),),
-        (_NCU,),
+        # What the kernels wait for, and in which lines.
+        (_bench("ncu", 110, "-m tests.gpu.profiled --limit 105", "--rehearse"),),
         (_emulated("pdl", 40, "--backend moe_nvlink --pdl --kernel_breakdown --batches 16 2048"),),
         (
-            _step(
+            _bench(
                 "recipes",
                 100,
                 "benchmarks/bench_recipes.py --device cuda --ep-size 8 --tokens 16 128 2048"
-                " --iterations 100 --output_file {results}-recipes.json",
+                " --iterations 100",
                 "--device rehearsal --ep-size 2 --tokens 4 --hidden-size 256 --num-experts 8"
                 " --iterations 5",
             ),
         ),
         (
-            _step(
+            _bench(
                 "lm-head",
                 30,
-                "benchmarks/bench_lm_head.py --device cuda --iterations 50"
-                " --output_file {results}-lm-head.json",
+                "benchmarks/bench_lm_head.py --device cuda --iterations 50",
                 "--device rehearsal --groups 2 --vocab 1000 --hidden 64 --rows 1 4 --iterations 5",
             ),
         ),
         (
-            _step(
+            _bench(
                 "launch",
                 30,
-                "benchmarks/bench_launch.py --driver real --output_file {results}-launch.json",
+                "benchmarks/bench_launch.py --driver real",
                 "--driver emulated --batches 2 --tokens 4",
             ),
         ),
