@@ -32,11 +32,13 @@ def named(cases_: Iterable[Case], name: str) -> list[Case]:
     return [case for case in cases_ if case.name.startswith(name)]
 
 
+SMALL_CASES = smaller(CASES)
+
 #: Cases, numbers of CTAs, options. One CTA per rank shows the order of the slots too; four race for
 #: them. Of small batches one CTA sends, then receives; of four, two send.
 RUNS: list[tuple[Iterable[Case], tuple[int, ...], dict[str, bool]]] = [
     (CASES, (1, 4), {}),
-    (smaller(CASES), (1, 4), {}),
+    (SMALL_CASES, (1, 4), {}),
     (CORE_RECIPE_CASES, (1, 3), {}),
     (smaller(CORE_RECIPE_CASES[::2]), (3,), {}),
     (CORE_RECIPE_CASES[::2], (2,), {"post_quant": True}),

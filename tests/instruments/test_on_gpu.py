@@ -228,7 +228,7 @@ def conduct(
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     monkeypatch.setattr(stages, "look", lambda: {"missing": "", "gpu": "NVIDIA H100 80GB HBM3"})
-    monkeypatch.setattr(stages.time, "strftime", lambda *_given: "2026-01-01")
+    monkeypatch.setattr(time, "strftime", lambda *_given: "2026-01-01")
 
     def conducted(*groups: tuple[Step, ...], limit_s: float = 100) -> tuple[int, Any, str]:
         monkeypatch.setitem(STAGES, "tried", Stage("tried", limit_s, groups))
