@@ -4,7 +4,7 @@
 # them .carry/commit says which commit this is: a copy that was sent may lack its history.
 #
 #   benchmarks/carry.sh                   # a quarter of an hour the first time; then on_gpu.sh, there
-#   benchmarks/carry.sh --kernels         # without FlashInfer: minutes
+#   benchmarks/carry.sh --kernels         # without FlashInfer: all that verify and the stages ask for
 #   benchmarks/carry.sh --commit          # only which commit this is, if nothing else has changed
 #
 # Prints the folder's size and fails above 40 MiB. PYTHON is an interpreter that has this package and

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # The stages of a first half hour on one GPU, each one command.
 #
-#   benchmarks/on_gpu.sh smoke          4 min: does it work at all, and first numbers
+#   benchmarks/on_gpu.sh smoke          5 min: moe-nvlink verify, first tests, and first numbers
 #   benchmarks/on_gpu.sh numbers        9 min: constants of the clock, the benchmarks, ncu
-#   benchmarks/on_gpu.sh breadth        9 min: all GPU tests, the sanitizers, litmus programs
+#   benchmarks/on_gpu.sh breadth        9 min: all of verify, GPU tests, sanitizers, litmus programs
 #   benchmarks/on_gpu.sh again NAME...  steps of these by name: what was mended, once more
 #   --rehearse  before the stage: the same steps, small, on CPU ranks and the stand-in for the driver
 #
 # tests/gpu/day/steps.py has the steps and their limits. Leaves three files in $OUT, of which a lent
 # machine gives back few: <date>-<h100, say>-<stage>.txt (all that was said), .json (what became of
-# each step) and .tar.gz (a result file a benchmark). The archive is written anew while steps run.
+# each step) and .tar.gz (a result file a benchmark). The archive is written anew after every step.
 # Where OUT is not set, all files are in benchmarks/results/, and there is no archive.
 # Exit status: 0 all well, 1 a step failed, was cut or found no time, 2 nothing could run.
 #

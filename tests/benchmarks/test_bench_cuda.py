@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.moe_comm import accounting, cuda_clock, emulated, emulated_flashinfer, rows, timing
+from benchmarks.moe_comm import accounting, cuda_clock, emulated, emulated_flashinfer, rows
 from benchmarks.moe_comm import flashinfer_api as api_module
 from benchmarks.moe_comm.backends import Context, WrongResult
 from benchmarks.moe_comm.cuda_clock import SPAN, Seen
 from benchmarks.moe_comm.options import OptionError, Options
-from benchmarks.moe_comm.peers import AllToAllFull, FlashInfer
+from benchmarks.moe_comm.peers import FlashInfer
 from benchmarks.moe_comm.routers import tokens_of
 from moe_nvlink_plugin.integration.common.names import Call, Fields, Touched
 from moe_nvlink_plugin.jit import host
@@ -89,12 +89,6 @@ def test_rows_of_emulated_ranks() -> None:
     first = found[1]["dispatch"]
     moved = traffic.mean_put_bytes("dispatch")
     assert first["copied_gb_s"] == pytest.approx(moved / first["median_us"] / 1e3)
-
-
-def test_a_capacity_larger_than_the_batch() -> None:
-    (row,) = emulated.run(dataclasses.replace(SMALL, max_tokens=7))
-    assert row["checked"]
-    assert row["launch"] == emulated.PLAIN
 
 
 @pytest.mark.parametrize("formats", [("mxfp8", "bf16"), ("nvfp4", "nvfp4"), ("fp8_tensor", "bf16")])
@@ -504,19 +498,6 @@ def test_ours_is_measured_where_flashinfer_does_not_load(
         emulated.run(dataclasses.replace(WITH_PEER, backends=("flashinfer",)))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_trial_that_fails_leaves_it_out(
-    fake: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(emulated_flashinfer, "unavailable", lambda options: None)
-    monkeypatch.setattr(api_module, "missing", lambda: None)
-    left_out: list[str] = []
-    (row,) = emulated.run(WITH_PEER, not_measured=left_out)
-    assert row["backend"] == "moe_nvlink"
-    (said,) = left_out
-    assert said.startswith("flashinfer: a trial of (3,) tokens ended so: AssertionError ")
-
-
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "nvfp4"])
 def test_the_adapter_moves_the_right_rows(fake: types.SimpleNamespace, recipe: str) -> None:
     options = dataclasses.replace(WITH_PEER, recipe=recipe)
@@ -560,12 +541,6 @@ def test_combine_whose_flags_are_set_before_waits_for_nobody(
     layer.both()
     layer.check()
     assert "combine's wait for its peers" in layer.given
-
-
-def test_which_ranks_surely_run_together() -> None:
-    eight = dataclasses.replace(SMALL, ep_size=8, num_experts=16)
-    assert emulated_flashinfer.surely_resident(eight, 16, num_sms=132)
-    assert not emulated_flashinfer.surely_resident(eight, 17, num_sms=132)
 
 
 def test_branches_begin_and_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -626,13 +601,3 @@ def check_by_processes(fake: types.SimpleNamespace, recipe: str) -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         for done in [threads.submit(rank_main, rank) for rank in range(2)]:
             done.result(timeout=30)
-
-
-def test_what_no_graph_can_hold_is_not_captured() -> None:
-    """all_to_all_full tells its split sizes to the host."""
-    prepared: list[Any] = []
-    clock: Any = types.SimpleNamespace(prepare=prepared.append)
-    for capturable, count in ((AllToAllFull.capturable, 0), (True, 3)):
-        side: Any = types.SimpleNamespace(dispatch=None, combine=None, capturable=capturable)
-        timing._prepared(side, clock)
-        assert len(prepared) == count

@@ -114,16 +114,6 @@ def test_latency_shows_medians_quartiles_and_tails(figures: dict[str, Figure]) -
     assert origin == "A CPU  |  2026-01-02  |  commit abc1234"
 
 
-def test_bandwidth_stands_beside_the_ceiling(figures: dict[str, Figure]) -> None:
-    figure = figures["bandwidth"]
-    for axes in panels(figure):
-        assert "GB/s" in axes.get_ylabel()
-        assert axes.get_ylim()[0] == 0
-        ceiling = points(axes, "ceiling: a copy of the same bytes")
-        assert ceiling == [(n, 7.5) for n in BATCHES]
-        assert len(points(axes, "moe_nvlink")) == len(BATCHES)
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -224,25 +224,6 @@ def test_a_result_that_does_not_say_where_it_is_from(checkout: Path, field: str)
     assert path.name in lacking
 
 
-def test_a_block_that_nobody_knows(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change(checkout / "benchmarks/README.md", 'block("goals")', 'block("goal")')
-    assert report.main(["--check"]) != 0
-    assert (
-        "benchmarks/README.md: no block 'goal'; there are goals, serve, " in capsys.readouterr().err
-    )
-
-
-def test_a_file_of_another_shape_is_named(
-    checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(checkout, "2031-01-02-cpu-recipes.json", {"machine": MACHINE, "rows": [{"verb": 1}]})
-    assert report.main(["--check"]) != 0
-    assert "block recipes-all: 2031-01-02-cpu-recipes.json is not as" in capsys.readouterr().err
-    (checkout / "benchmarks/results/2031-01-02-cpu-recipes.json").write_text("{")
-    assert report.main(["--check"]) == 1
-    assert "not JSON" in capsys.readouterr().err
-
-
 # --- tables and goals of planted figures ----------------------------------------------------------
 
 
@@ -356,13 +337,6 @@ def test_a_table_of_any_gpu(here: Path) -> None:
     assert "NVIDIA H100 80GB HBM3" in text
 
 
-def test_the_folder_of_a_lent_machine_is_not_shown(here: Path) -> None:
-    result = comm(5.0, 10.0)
-    result["machine"]["command"] = "python x --output_file /scratch/a.b/results/r.json"
-    write(here, "2031-01-02-h200-moe-comm.json", result)
-    assert "scratch" not in report.TABLES["gpu-all"].text("gpu-all", Path("README.md"))
-
-
 def test_a_second_set_of_one_day_is_newer(here: Path) -> None:
     for name in ("h200", "h200-2", "h200-10", "cpu-3"):
         write(here, f"2031-01-02-{name}-moe-comm.json", comm(5.0, 10.0))
@@ -370,12 +344,6 @@ def test_a_second_set_of_one_day_is_newer(here: Path) -> None:
     found = newest(load(), report.GPU_TABLE)
     assert found is not None
     assert found.path.name == "2031-01-02-h200-10-moe-comm.json"
-
-
-def test_files_of_a_gpu_begin_with_it(here: Path) -> None:
-    write(here, "2031-01-02-h200-two-ranks-bulk.json", comm(5.0, 10.0))
-    assert newest(load(), "*-GPU-bulk.json") is None
-    assert newest(load(), "*-GPU-two-ranks-bulk.json") is not None
 
 
 def test_what_is_no_whole_result_lies_in_a_folder(here: Path) -> None:
@@ -453,24 +421,6 @@ def test_recipes_on_a_gpu(here: Path) -> None:
         "| combine | bf16 | 9 | 30 |  |  |  |",
         f"| combine | nvfp4 | 9 | 60; {shown} |  |  |  |",
     ]
-
-
-def test_launches_of_a_gpu_and_not_the_stand_ins(here: Path) -> None:
-    timed = {"median_us": 3.0, "min_us": 2.0, "p95_us": 4.0}
-    for kind, driver in (("launch-stand-in", "stand-in"), ("h200-launch", "real")):
-        file = {"machine": MACHINE, "driver": driver, "tokens": 64, "rows": {"dispatch": timed}}
-        write(here, f"2031-01-02-{kind}.json", file)
-    text = report.TABLES["launch-gpu"].text("launch-gpu", Path("README.md"))
-    assert text.startswith("Driver: real; 64 tokens.")
-
-
-def test_ratios_batch_by_batch(here: Path) -> None:
-    result = comm(5.0, 10.0, tokens=64, peer="flashinfer", **EMULATED)
-    result["machine"]["gpu"] = "NVIDIA H200"
-    write(here, "2031-01-02-h200-moe-comm.json", result)
-    lines = report.TABLES["gpu-ratios"].text("gpu-ratios", Path("README.md")).splitlines()
-    assert lines[2] == "| tokens per rank | 64 |"
-    assert "| FlashInfer moe_a2a, both | 2.00 |" in lines
 
 
 EMULATED: dict[str, Any] = {

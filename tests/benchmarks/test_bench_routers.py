@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import common
 from benchmarks.moe_comm import accounting, options, routers, rows
-from benchmarks.moe_comm.options import QUANTS, RECIPES, Options
+from benchmarks.moe_comm.options import Options
 from moe_nvlink_plugin import reference
 
 
@@ -25,11 +25,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 # The command line.
-
-
-def test_what_is_measured_where_nothing_is_said() -> None:
-    assert parsed() == Options()
-    assert options.Shape(7168, 8, 256) == options.PROFILES["deepseek_v3"]
 
 
 def test_options_of_the_reference() -> None:
@@ -62,27 +57,6 @@ def test_command_lines_of_tensorrt_llm() -> None:
     assert not parsed("--no-payload-in-workspace").payload_in_workspace
 
 
-def test_what_contradicts_options_of_tensorrt_llm(capsys: pytest.CaptureFixture[str]) -> None:
-    low = "--use_low_precision_combine"
-    assert "not allowed with argument --combine" in refused(capsys, "--combine", "bf16", low)
-    quant = ("--quant", "NVFP4")
-    assert "not allowed with argument --recipe" in refused(capsys, "--recipe", "bf16", *quant)
-    assert "invalid choice: 'INT8'" in refused(capsys, "--quant", "INT8")
-    given = ("--device", "cuda", "--emulate_ranks", "2", "--no_payload_in_workspace")
-    assert "leave --no_payload_in_workspace out" in refused(capsys, *given)
-
-
-def test_quantisations_name_recipes() -> None:
-    assert set(QUANTS.values()) - {None} <= set(RECIPES)
-
-
-def test_dashes_and_underscores_are_the_same() -> None:
-    assert parsed("--hidden-size=512", "--ep-size", "2") == parsed(
-        "--hidden_size=512", "--ep_size", "2"
-    )
-    assert parsed("--hidden-size", "512").profile == "custom", "no longer the model's shape"
-
-
 def test_sweeps() -> None:
     assert parsed("-b", "64").batches == (64,)
     assert parsed("-b", "1", "-e", "300").batches == (1, 129, 257)
@@ -102,13 +76,6 @@ def test_pdl_of_ranks_with_a_gpu_each_is_the_products(
     monkeypatch.setenv("MOE_NVLINK_PDL", "0")
     assert not parsed(*each).pdl
     assert "unset the variable" in refused(capsys, *each, "--pdl")
-
-
-def test_all_backends_need_not_run() -> None:
-    request = options.parse("", ["--backend", "all"])
-    assert request.options.backends == options.BACKENDS
-    assert not request.explicit
-    assert options.parse("", ["--backend", "gloo_gather"]).explicit
 
 
 @pytest.mark.parametrize(

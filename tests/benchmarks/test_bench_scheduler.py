@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -63,20 +62,6 @@ def test_figures_of_a_run_with_an_eviction() -> None:
     assert found["gap_p50_ms"] == pytest.approx(100)
     assert found["largest_gap_max_ms"] == pytest.approx(2000)
     assert found["first_p50_ms"] == pytest.approx(375)
-
-
-def test_arrivals_are_independent_and_as_many_as_asked() -> None:
-    times = bench_scheduler.poisson(random.Random(1), 20.0, 500.0)
-    assert times == sorted(times)
-    assert times[-1] < 500
-    assert len(times) == pytest.approx(10_000, rel=0.04)  # four standard deviations
-
-
-def test_requests_without_pressure_fit_whatever_they_need() -> None:
-    options = bench_scheduler.Options((1.0,), 1, 1, kv_blocks=56, seed=0)
-    light = bench_scheduler.WORKLOADS["light"]
-    longest = light.prompt_tokens[1] + light.max_tokens[1]
-    assert -(-longest // bench_scheduler.BLOCK_SIZE) * light.requests <= options.kv_blocks
 
 
 class FakeServer:
@@ -156,19 +141,3 @@ def test_nothing_is_reported_if_a_policy_changes_a_token(
     assert not output.exists()
     assert "nothing was measured" in capsys.readouterr().err
     assert len(STOPPED) == len(bench_scheduler.POLICIES)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--rates", "0"], "above 0 and up to 1000"),
-        (["--kv_blocks", "55"], "--kv_blocks 55 is less than 56"),
-        (["--rounds", "0"], "--rounds 0 is less than 1"),
-    ],
-)
-def test_bad_options_are_refused(
-    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        bench_scheduler.main(given)
-    assert message in capsys.readouterr().err

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -21,49 +22,43 @@ from tests.support.case_list import CASES, CORE_RECIPE_CASES
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 
 
-def name_of(case: Case) -> str:
-    return case.name.replace(" ", "-")
+def smaller(cases_: Iterable[Case]) -> list[Case]:
+    """Those that fit, with the kernels for small batches."""
+    fit = [case for case in cases_ if case.capacity <= MAX_SMALL_TOKENS]
+    return [dataclasses.replace(case, name=f"{case.name}, small", small=True) for case in fit]
 
 
-SMALL_CASES = tuple(
-    dataclasses.replace(case, small=True) for case in CASES if case.capacity <= MAX_SMALL_TOKENS
+def named(cases_: Iterable[Case], name: str) -> list[Case]:
+    return [case for case in cases_ if case.name.startswith(name)]
+
+
+SMALL_CASES = smaller(CASES)
+
+#: Cases, numbers of CTAs, options. One CTA per rank shows the order of the slots too; four race for
+#: them. Of small batches one CTA sends, then receives; of four, two send.
+RUNS: list[tuple[Iterable[Case], tuple[int, ...], dict[str, bool]]] = [
+    (CASES, (1, 4), {}),
+    (SMALL_CASES, (1, 4), {}),
+    (CORE_RECIPE_CASES, (1, 3), {}),
+    (smaller(CORE_RECIPE_CASES[::2]), (3,), {}),
+    (CORE_RECIPE_CASES[::2], (2,), {"post_quant": True}),
+    (CASES[::4], (2,), {"pdl": True}),
+    (smaller(named(CASES, "invalid ids")), (2,), {"pdl": True}),
+    (named(CORE_RECIPE_CASES, "invalid ids, fp8_token"), (2,), {"pdl": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "ctas", "options"),
+    [
+        pytest.param(case, count, options, id="-".join([case.name, str(count), *options]))
+        for of_run, ctas, options in RUNS
+        for case in of_run
+        for count in ctas
+    ],
 )
-each_case = pytest.mark.parametrize("case", CASES, ids=name_of)
-
-
-@each_case
-@pytest.mark.parametrize("ctas", [1, 4])
-def test_named_case(case: Case, ctas: int) -> None:
-    """One CTA per rank shows the order of the slots too; four race for them."""
-    emulated.check_case("cuda", case, ctas=ctas)
-
-
-@pytest.mark.parametrize("case", SMALL_CASES, ids=name_of)
-@pytest.mark.parametrize("ctas", [1, 4])
-def test_small_batch(case: Case, ctas: int) -> None:
-    """With one CTA a rank sends, then receives; of four, two send."""
-    emulated.check_case("cuda", case, ctas=ctas)
-
-
-@pytest.mark.parametrize("case", CORE_RECIPE_CASES[::2], ids=name_of)
-def test_quantised_small_batch(case: Case) -> None:
-    emulated.check_case("cuda", dataclasses.replace(case, small=True), ctas=3)
-
-
-def test_small_batches_with_pdl() -> None:
-    (case,) = (case for case in SMALL_CASES if case.name == "invalid ids")
-    emulated.check_case("cuda", case, ctas=2, pdl=True)
-
-
-@pytest.mark.parametrize("case", CORE_RECIPE_CASES, ids=name_of)
-@pytest.mark.parametrize("ctas", [1, 3])
-def test_quantised_in_the_kernel(case: Case, ctas: int) -> None:
-    emulated.check_case("cuda", case, ctas=ctas)
-
-
-@pytest.mark.parametrize("case", CORE_RECIPE_CASES[::2], ids=name_of)
-def test_quantised_by_the_caller(case: Case) -> None:
-    emulated.check_case("cuda", case, ctas=2, post_quant=True)
+def test_case(case: Case, ctas: int, options: dict[str, bool]) -> None:
+    emulated.check_case("cuda", case, ctas=ctas, **options)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -74,16 +69,6 @@ def test_other_activations(recipe: str) -> None:
     case = Case(name=f"{dtype}", tokens=(8, 3, 5, 0), hidden_size=300, dtype=dtype, top_k=8)
     combine = list(COMBINE_FORMATS)[(turn + 1) % len(COMBINE_FORMATS)]
     emulated.check_case("cuda", cases.with_formats(case, recipe, combine), ctas=3)
-
-
-@pytest.mark.parametrize("case", CASES[::4], ids=name_of)
-def test_named_case_with_pdl(case: Case) -> None:
-    emulated.check_case("cuda", case, ctas=2, pdl=True)
-
-
-def test_quantised_with_pdl() -> None:
-    (case,) = (case for case in CORE_RECIPE_CASES if case.name.startswith("invalid ids, fp8_token"))
-    emulated.check_case("cuda", case, ctas=2, pdl=True)
 
 
 @pytest.mark.parametrize("hidden_splits", [2, 3, 8])
@@ -108,8 +93,14 @@ def test_sums_that_are_scaled_and_added_to(combine: str, add: str) -> None:
         emulated.check_case("cuda", dataclasses.replace(case, small=True), ctas=5)
 
 
-@pytest.mark.parametrize(("ep_size", "hidden_size"), [(16, 64), (32, 264), (64, 128), (72, 40)])
-def test_many_ranks(ep_size: int, hidden_size: int) -> None:
+@pytest.mark.parametrize(
+    ("ep_size", "hidden_size", "formats"),
+    [
+        *((16, 64, ()), (32, 264, ()), (64, 128, ()), (72, 40, ())),
+        (32, 1536, ("fp8_token", "nvfp4")),
+    ],
+)
+def test_many_ranks(ep_size: int, hidden_size: int, formats: tuple[str, ...]) -> None:
     choose = random.Random(ep_size)
     case = Case(
         name=f"{ep_size} ranks",
@@ -120,39 +111,9 @@ def test_many_ranks(ep_size: int, hidden_size: int) -> None:
         dtype=torch.bfloat16,
         routing="invalid",
     )
-    emulated.check_case("cuda", case, rounds=2, ctas=4)
-
-
-DEEPSEEK_V3 = Case(
-    name="DeepSeek-V3",
-    tokens=(32, 0, 17, 1, 32, 8, 5, 31),
-    num_experts=256,
-    top_k=8,
-    hidden_size=7168,
-    capacity=32,
-    dtype=torch.bfloat16,
-)
-
-
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
-def test_deepseek_v3_rows(recipe: str | None) -> None:
-    turn = 0 if recipe is None else list(RECIPES).index(recipe)
-    combine = list(COMBINE_FORMATS)[turn % len(COMBINE_FORMATS)]
-    case = cases.with_formats(DEEPSEEK_V3, recipe, combine)
-    emulated.check_case("cuda", case, ctas=16, hidden_splits=4)
-    emulated.check_case("cuda", dataclasses.replace(case, small=True), ctas=16)
-
-
-def test_many_quantising_ranks() -> None:
-    case = Case(
-        name="32 ranks",
-        tokens=tuple(range(8)) * 4,
-        num_experts=70,
-        top_k=8,
-        hidden_size=1536,
-        dtype=torch.bfloat16,
+    emulated.check_case(
+        "cuda", cases.with_formats(case, *formats) if formats else case, rounds=2, ctas=4
     )
-    emulated.check_case("cuda", cases.with_formats(case, "fp8_token", "nvfp4"), ctas=4)
 
 
 @pytest.mark.parametrize("seed", range(12))

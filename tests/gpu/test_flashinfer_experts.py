@@ -33,11 +33,6 @@ NUM_EXPERTS, TOP_K, HIDDEN_SIZE, INTERMEDIATE_SIZE, CAPACITY = 16, 4, 512, 256, 
 NUM_TOKENS = 37
 
 
-@pytest.fixture(autouse=True)
-def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOE_NVLINK_ALLOW_SHARED_GPU", "1")
-
-
 def needs(capability: tuple[int, int]) -> Any:
     """FlashInfer's references; skips the test where the kernels cannot run."""
     reason = "FlashInfer is not installed; why no stage of on_gpu.sh brings it: see this file"

@@ -37,47 +37,31 @@ MP = """
     gpu1.cta0.t0: {load} seen, flag; ld.weak copy, data
 """
 
+#: (store, load) of the message: intact, and with one or both sides weakened
+_MESSAGES = {
+    "mp_release_acquire": ("st.release.sys", "ld.acquire.sys"),
+    "mp_relaxed": ("st.relaxed.sys", "ld.relaxed.sys"),
+    "mp_relaxed_store": ("st.relaxed.sys", "ld.acquire.sys"),
+    "mp_relaxed_load": ("st.release.sys", "ld.relaxed.sys"),
+    "mp_narrow_store": ("st.release.cta", "ld.acquire.sys"),
+    "mp_atom": ("st.release.sys", "atom.acquire.sys.add"),
+}
+#: (count, store, load) of a cell
+_CELLS = {
+    "cell": ("acq_rel", "st.release.sys", "ld.acquire.sys"),
+    "cell_relaxed_counter": ("relaxed", "st.release.sys", "ld.acquire.sys"),
+    "cell_relaxed": ("relaxed", "st.relaxed.sys", "ld.relaxed.sys"),
+}
 #: name -> (program, outcome)
 PROGRAMS: dict[str, tuple[str, dict[str, int]]] = {
-    "mp_release_acquire": (
-        MP.format(store="st.release.sys", load="ld.acquire.sys"),
-        {"seen": 1, "copy": 0},
-    ),
-    "mp_relaxed": (
-        MP.format(store="st.relaxed.sys", load="ld.relaxed.sys"),
-        {"seen": 1, "copy": 0},
-    ),
-    "mp_relaxed_store": (
-        MP.format(store="st.relaxed.sys", load="ld.acquire.sys"),
-        {"seen": 1, "copy": 0},
-    ),
-    "mp_relaxed_load": (
-        MP.format(store="st.release.sys", load="ld.relaxed.sys"),
-        {"seen": 1, "copy": 0},
-    ),
-    "mp_narrow_store": (
-        MP.format(store="st.release.cta", load="ld.acquire.sys"),
-        {"seen": 1, "copy": 0},
-    ),
-    "mp_atom": (
-        MP.format(store="st.release.sys", load="ld.relaxed.sys").replace(
-            "ld.relaxed.sys seen, flag", "atom.acquire.sys.add seen, flag, 1"
-        ),
-        {"seen": 1, "copy": 0},
-    ),
-    "cell": (
-        CELL.format(count="acq_rel", store="st.release.sys", load="ld.acquire.sys"),
-        {"copy0": 1, "copy1": 0},
-    ),
-    "cell_relaxed_counter": (
-        CELL.format(count="relaxed", store="st.release.sys", load="ld.acquire.sys"),
-        {"copy0": 1, "copy1": 0},
-    ),
-    "cell_relaxed": (
-        CELL.format(count="relaxed", store="st.relaxed.sys", load="ld.relaxed.sys"),
-        {"copy0": 1, "copy1": 0},
-    ),
+    name: (MP.format(store=store, load=load), {"seen": 1, "copy": 0})
+    for name, (store, load) in _MESSAGES.items()
+} | {
+    name: (CELL.format(count=count, store=store, load=load), {"copy0": 1, "copy1": 0})
+    for name, (count, store, load) in _CELLS.items()
 }
+atom, outcome = PROGRAMS["mp_atom"]
+PROGRAMS["mp_atom"] = (atom.replace("seen, flag", "seen, flag, 1"), outcome)
 #: name -> name of a published program (tests/litmus/test_ptx_model.py)
 PUBLISHED = {
     "mp_fences": "MP, fences",

@@ -18,7 +18,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 @pytest.mark.parametrize("recipe", vllm_quantisers.ASKED)
 def test_as_vllm(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")
-    monkeypatch.setenv("MOE_NVLINK_ALLOW_SHARED_GPU", "1")
     pytest.importorskip("vllm", reason="vLLM is not installed")
     if recipe == "nvfp4" and torch.cuda.get_device_capability() < (10, 0):
         pytest.skip("vLLM has no NVFP4 quantiser for this GPU")

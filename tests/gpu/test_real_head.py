@@ -1,5 +1,6 @@
-"""A shared LM head on a GPU: HeadGroup, the nvlink transport, the CUDA executor, torch's product.
-One rank; test_real_processes.py has several.
+"""A shared LM head on a GPU, one rank: what `moe-nvlink verify --ranks 1` does not show.
+
+test_real_processes.py has several ranks.
 """
 
 from __future__ import annotations
@@ -16,11 +17,6 @@ from tests.support.small_head import ids_of, problem
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 
 with_and_without_pdl = pytest.mark.parametrize("pdl", ["0", "1"], ids=["plain", "pdl"])
-
-
-@pytest.fixture(autouse=True)
-def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOE_NVLINK_ALLOW_SHARED_GPU", "1")
 
 
 @with_and_without_pdl

@@ -1,5 +1,6 @@
-"""The product's own path on a GPU: MoeAllToAll, the nvlink transport, the CUDA executor. One rank;
-test_real_processes.py has several.
+"""The product's own path on a GPU, one rank: what `moe-nvlink verify --ranks 1` does not show.
+
+test_real_processes.py has several ranks.
 """
 
 from __future__ import annotations
@@ -24,18 +25,6 @@ each_kind = pytest.mark.parametrize(
 with_and_without_pdl = pytest.mark.parametrize("pdl", ["0", "1"], ids=["plain", "pdl"])
 
 
-@pytest.fixture(autouse=True)
-def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOE_NVLINK_ALLOW_SHARED_GPU", "1")
-
-
-@each_kind
-@with_and_without_pdl
-def test_rounds(case: Case, pdl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOE_NVLINK_PDL", pdl)
-    real_path.check_rounds("cuda", 200, case)
-
-
 @each_kind
 @with_and_without_pdl
 def test_capture_from_the_first_call(case: Case, pdl: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,19 +42,6 @@ QUANTISED = cases.with_formats(real_path.ONE_RANK, "fp8_token", "fp8_block")
 @pytest.mark.parametrize("recipe", cases.RECIPES)
 def test_quantisers(recipe: str) -> None:
     real_path.check_quantiser("cuda", recipe)
-
-
-@with_and_without_pdl
-def test_quantised_rounds(pdl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOE_NVLINK_PDL", pdl)
-    real_path.check_rounds("cuda", 100, QUANTISED)
-
-
-def test_quantised_rounds_of_small_batches() -> None:
-    """Rows that come back unquantised come as units; the others are pulled."""
-    for combine in ("bf16", "fp8_block"):
-        case = cases.with_formats(real_path.SMALL, "fp8_token", combine)
-        real_path.check_rounds("cuda", 100, case)
 
 
 def test_capture_of_quantised_rounds() -> None:

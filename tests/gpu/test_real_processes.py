@@ -1,4 +1,4 @@
-"""Ranks as processes over CUDA VMM and file descriptors, which meet on one GPU.
+"""Ranks as processes, which meet on one GPU: what `moe-nvlink verify --ranks N` does not show.
 
 The GPU serves the processes in turns (a spinning kernel is preempted after its time slice), so
 every round takes milliseconds and nothing here is a measurement. A rank waits at most WAIT_S for
@@ -22,12 +22,7 @@ JOIN_S = 60.0
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(JOIN_S + 20)]
 
-sizes = pytest.mark.parametrize("size", [2, 4])
-
-
-@pytest.fixture(autouse=True)
-def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOE_NVLINK_ALLOW_SHARED_GPU", "1")
+each_kind = pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
 
 
 def run(size: int, body: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
@@ -35,51 +30,30 @@ def run(size: int, body: Callable[..., Any], folder: Path, *args: Any) -> list[A
     return processes.run_processes(size, body, folder, "cuda", *args, timeout_s=JOIN_S)
 
 
-# Dispatch and combine.
-
-
-@sizes
-def test_rounds(size: int, tmp_path: Path) -> None:
-    real_path.check_process_rounds(run(size, real_path.process_rounds, tmp_path, 100), "cuda", 100)
-
-
-def test_ranks_that_enter_capture_at_different_times(tmp_path: Path) -> None:
-    outputs = run(3, real_path.process_replays, tmp_path, 100)
+@each_kind
+def test_ranks_that_enter_capture_at_different_times(small: bool, tmp_path: Path) -> None:
+    outputs = run(3, real_path.process_replays, tmp_path, 100, small)
     real_path.check_process_replays(outputs, 100)
 
 
-def test_a_missing_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("body", "phase", "options"),
+    [
+        (real_path.process_missing, "dispatch", [False]),
+        (real_path.process_missing, "dispatch", [True]),
+        (real_head.process_missing, "head gather", []),
+    ],
+    ids=["bulk", "small", "head"],
+)
+def test_a_missing_rank(body: Any, phase: str, options: list[bool], tmp_path: Path) -> None:
     """The one that waits names the one that is missing, and its context lives."""
-    first, last = run(2, real_path.process_missing, tmp_path)
-    assert first == ("dispatch", (1,), 8.0)
-    assert last == ()
+    assert run(2, body, tmp_path, *options) == [(phase, (1,), 8.0), ()]
 
 
-# The same with the kernels for small batches.
-
-
-@sizes
-def test_small_rounds(size: int, tmp_path: Path) -> None:
-    seen = run(size, real_path.process_rounds, tmp_path, 100, True)
-    real_path.check_process_rounds(seen, "cuda", 100)
-
-
-def test_small_replays(tmp_path: Path) -> None:
-    outputs = run(3, real_path.process_replays, tmp_path, 100, True)
-    real_path.check_process_replays(outputs, 100)
-
-
-def test_a_missing_rank_of_small_batches(tmp_path: Path) -> None:
-    first, last = run(2, real_path.process_missing, tmp_path, True)
-    assert first == ("dispatch", (1,), 8.0)
-    assert last == ()
-
-
-# Either kind.
-
-
-def test_growth(tmp_path: Path) -> None:
-    real_path.check_process_rounds(run(2, real_path.process_grows, tmp_path, 20), "cuda", 20)
+@each_kind
+def test_growth(small: bool, tmp_path: Path) -> None:
+    seen = run(2, real_path.process_grows, tmp_path, 40, small)
+    real_path.check_process_rounds(seen, "cuda", 40)
 
 
 def test_two_ranks_on_one_gpu_are_refused_otherwise(
@@ -91,19 +65,5 @@ def test_two_ranks_on_one_gpu_are_refused_otherwise(
     assert all("MOE_NVLINK_ALLOW_SHARED_GPU" in message for message in messages), messages
 
 
-# The shared LM head.
-
-
-@sizes
-def test_head_rounds(size: int, tmp_path: Path) -> None:
-    assert run(size, real_head.process_rounds, tmp_path, 50) == [100] * size
-
-
 def test_head_replays_of_different_sizes(tmp_path: Path) -> None:
     assert run(3, real_head.process_replays, tmp_path, 100) == [100] * 3
-
-
-def test_a_missing_rank_of_a_head(tmp_path: Path) -> None:
-    first, last = run(2, real_head.process_missing, tmp_path)
-    assert first == ("head gather", (1,), 8.0)
-    assert last == ()

@@ -47,14 +47,16 @@ LEFT_OUT = {
 }
 
 
-def test_thousand_rounds() -> None:
-    """One launch a verb; sleeps before every release and arrival, after every wait."""
-    emulated.check_rounds("cuda", SMALL, rounds=1000, ctas=3, delays=True)
+either_kind = pytest.mark.parametrize("case", [SMALL, UNITS], ids=["bulk", "small"])
 
 
-def test_thousand_rounds_of_small_batches() -> None:
-    """A unit left over from a round before would be taken for one of this round."""
-    emulated.check_rounds("cuda", UNITS, rounds=1000, ctas=3, delays=True)
+@either_kind
+def test_thousand_rounds(case: Case) -> None:
+    """One launch a verb; sleeps before every release and arrival, after every wait.
+
+    A unit left over from a round before would be taken for one of this round.
+    """
+    emulated.check_rounds("cuda", case, rounds=1000, ctas=3, delays=True)
 
 
 @pytest.mark.parametrize("case", [SMALL, BF16, QUANTISED], ids=lambda case: case.name)
@@ -81,15 +83,11 @@ def test_a_wait_that_is_left_out_is_noticed(
         emulated.check_fused("cuda", SMALL, rounds=300, ctas=3, timeout_s=2.0)
 
 
+@either_kind
 @pytest.mark.parametrize("pdl", [False, True], ids=["plain", "pdl"])
-def test_thousand_replays(pdl: bool) -> None:
+def test_thousand_replays(case: Case, pdl: bool) -> None:
     """Captured before anything has run; other tokens and other counts in every replay."""
-    emulated.check_static_rounds("cuda", SMALL, rounds=1000, pdl=pdl)
-
-
-@pytest.mark.parametrize("pdl", [False, True], ids=["plain", "pdl"])
-def test_thousand_replays_of_small_batches(pdl: bool) -> None:
-    emulated.check_static_rounds("cuda", UNITS, rounds=1000, pdl=pdl)
+    emulated.check_static_rounds("cuda", case, rounds=1000, pdl=pdl)
 
 
 def test_rounds_with_pdl() -> None:
@@ -107,9 +105,6 @@ def test_quantising_rounds_with_delays() -> None:
     emulated.check_rounds("cuda", case, rounds=200, ctas=3, delays=True)
 
 
-def test_a_missing_rank_is_named() -> None:
-    emulated.check_missing_rank("cuda")
-
-
-def test_a_missing_rank_of_small_batches_is_named() -> None:
-    emulated.check_missing_rank("cuda", small=True)
+@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+def test_a_missing_rank_is_named(small: bool) -> None:
+    emulated.check_missing_rank("cuda", small=small)

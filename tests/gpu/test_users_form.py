@@ -37,11 +37,6 @@ with_and_without_pdl = pytest.mark.parametrize("pdl", [False, True], ids=["plain
 eager_and_captured = pytest.mark.parametrize("capture", [False, True], ids=["eager", "captured"])
 
 
-@pytest.fixture(autouse=True)
-def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOE_NVLINK_ALLOW_SHARED_GPU", "1")
-
-
 # One rank, the product's own path.
 
 
@@ -86,24 +81,6 @@ def test_a_graph_without_its_combine_is_a_fault(small: bool) -> None:
 
 
 # Many ranks in one launch.
-
-
-@each_kind
-@with_and_without_pdl
-@pytest.mark.parametrize("received_ids", ["elsewhere", 5])
-def test_ids_and_weights_as_experts_read_them(
-    received_ids: str | int, small: bool, pdl: bool
-) -> None:
-    case = dataclasses.replace(MANY, received_ids=received_ids, small=small)
-    emulated.check_case("cuda", case, ctas=3, pdl=pdl)
-
-
-@each_kind
-@with_and_without_pdl
-def test_ranks_that_are_left_out(small: bool, pdl: bool) -> None:
-    """Two rounds side by side, which know nothing of each other."""
-    case = dataclasses.replace(MANY, small=small, left_out=(1,), received_ids="elsewhere")
-    emulated.check_case("cuda", case, ctas=3, pdl=pdl)
 
 
 @each_kind

@@ -81,16 +81,6 @@ def test_a_shard_of_the_long_tests_alone(suite: pytest.Pytester) -> None:
     assert len(found) in (3, 4)
 
 
-def test_without_a_shard_no_long_test_runs(suite: pytest.Pytester) -> None:
-    assert run(suite) == {"test_short"}
-
-
-@pytest.mark.parametrize("text", ["0/3", "4/3", "3", "a/b", "1/0", "1/2/3"])
-def test_a_shard_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(pytest.UsageError, match="NUMBER/COUNT"):
-        long_tests.Shard.read(text)
-
-
 def test_a_whole_run_renews_what_passed_and_drops_what_failed(suite: pytest.Pytester) -> None:
     before = {"test_these.py::test_fails": {"date": "before"}, "other.py::test": {"date": "before"}}
     long_tests.write(before)
@@ -108,20 +98,6 @@ def test_a_part_of_the_cases_renews_nothing(suite: pytest.Pytester) -> None:
     assert long_tests.read() == {}
 
 
-def test_a_run_that_does_not_record_writes_nothing(suite: pytest.Pytester) -> None:
-    run(suite, expression="long")
-    assert not long_tests.EVIDENCE.exists()
-
-
 def test_two_processes_make_one_record(suite: pytest.Pytester) -> None:
     run(suite, "--record", "-n", "2", expression="long")
     assert long_tests.read()["test_these.py::test_whole"]["passed"] == 5
-
-
-def test_changed_files_have_no_commit_to_record(
-    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(long_tests, "is_changed", lambda: True)
-    result = suite.runpytest_inprocess("--record", "-m", "long", "-p", "no:cacheprovider")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert not long_tests.EVIDENCE.exists()

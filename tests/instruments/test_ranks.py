@@ -85,16 +85,6 @@ def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     rank.wait(timeout=60)
 
 
-def test_threads() -> None:
-    together = threading.Barrier(3, timeout=60)
-
-    def meet(rank: int) -> int:
-        together.wait()
-        return rank
-
-    assert run_threads(3, meet) == [0, 1, 2]
-
-
 def test_a_thread_that_fails_or_hangs_is_named() -> None:
     with pytest.raises(ZeroDivisionError) as raised:
         run_threads(2, lambda rank: 1 // (1 - rank))
@@ -114,11 +104,3 @@ try:
 except RankError as error:
     print(error)
 """
-
-
-def test_a_thread_that_hangs_does_not_hold_up_the_end() -> None:
-    """The limit is for a process that does not end."""
-    done = subprocess.run(
-        [sys.executable, "-c", HANGS], cwd=ROOT, capture_output=True, text=True, timeout=200
-    )
-    assert done.stdout == "rank 1: still ran after 0 s\n", done.stderr

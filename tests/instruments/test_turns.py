@@ -108,23 +108,6 @@ def test_a_process_that_dies_ends_the_run(tmp_path: Path) -> None:
     assert re.search(r"^1 failed.* in ", done.stdout, re.MULTILINE), done.stdout
 
 
-LEAVES = """
-import os
-def test_leaves_a_variable():
-    os.environ["LEFT_BEHIND"] = "1"
-def test_does_not_meet_it():
-    assert "LEFT_BEHIND" not in os.environ
-"""
-
-
-def test_what_a_test_changes_in_its_process_is_undone(tmp_path: Path) -> None:
-    done = suite(tmp_path, {OTHERS[0]: LEAVES}, "-n", "0")
-    assert done.returncode == 0, done.stdout + done.stderr
-    told = "::test_leaves_a_variable left its process changed: variables of os.environ, set: LEFT"
-    assert told in done.stdout
-    assert "1 warning in " in done.stdout, "the other test left nothing"
-
-
 def test_a_wait_has_an_end(tmp_path: Path) -> None:
     first, second = Turn(tmp_path / "lock"), Turn(tmp_path / "lock")
     first.take(alone=False)

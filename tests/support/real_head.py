@@ -253,18 +253,6 @@ class LoneRank:
 # Ranks as processes; every function below is one rank's.
 
 
-def process_rounds(rank: int, size: int, device: str, rounds: int) -> int:
-    """Both verbs, ranks out of step at random."""
-    with create_of(config(size, rank), dist.group.WORLD, device) as head:
-        for number, one in enumerate(problems(head.config, rounds)):
-            if (number + rank) % 16 == 0:
-                time.sleep(0.002)
-            with emulated.naming(f"round {number}"):
-                check_argmax(head, one)
-                check_logits(head, one, row_bound=max(1, *map(len, one.rows)))
-        return head.stats().rounds
-
-
 def process_replays(rank: int, size: int, device: str, rounds: int) -> int:
     """Each rank captures when it gets there, before any call has run; then replays."""
     with create_of(config(size, rank), dist.group.WORLD, device) as head:

@@ -154,16 +154,6 @@ def check_output(case: Case, inputs: Inputs, ep_rank: int, output: torch.Tensor)
 # One rank.
 
 
-def check_rounds(device: str, rounds: int, case: Case = ONE_RANK) -> None:
-    """Poisoned rounds of one rank."""
-    compared = emulated.with_ctas(case, 1 if device == "cpu" else 2)
-    with create(case, device) as layer:
-        for number, (inputs,) in enumerate(emulated.varying_inputs(case, rounds)):
-            with emulated.naming(f"round {number}"):
-                seen = poisoned_round(layer, inputs.to(device))
-                emulated.check_round(compared, [inputs], [seen], near=device == "cuda")
-
-
 def check_replays(
     device: str, rounds: int, case: Case = ONE_RANK, *, zero_copy: bool = True
 ) -> None:
@@ -296,20 +286,6 @@ def check_bad_input(device: str, elsewhere: str) -> None:
 # Ranks as processes; every function below is one rank's.
 
 
-def process_rounds(
-    ep_rank: int, ep_size: int, device: str, rounds: int, small: bool = False
-) -> list[Seen]:
-    """Poisoned rounds, ranks out of step at random."""
-    case = of_processes(ep_size, small=small)
-    with create(case, device, dist.group.WORLD) as layer:
-        seen = []
-        for number, of_round in enumerate(emulated.varying_inputs(case, rounds)):
-            if (number + ep_rank) % 16 == 0:
-                time.sleep(0.002)
-            seen.append(poisoned_round(layer, of_round[ep_rank].to(device)))
-        return seen
-
-
 def process_replays(
     ep_rank: int, ep_size: int, device: str, rounds: int, small: bool = False
 ) -> list[torch.Tensor]:
@@ -346,9 +322,11 @@ def process_missing(
     return ("no error",)
 
 
-def process_grows(ep_rank: int, ep_size: int, device: str, rounds: int) -> list[Seen]:
-    """A larger layer comes in the middle; the first one goes on."""
-    case = of_processes(ep_size)
+def process_grows(
+    ep_rank: int, ep_size: int, device: str, rounds: int, small: bool = False
+) -> list[Seen]:
+    """Poisoned rounds, ranks out of step; a larger layer comes in the middle."""
+    case = of_processes(ep_size, small=small)
     larger = dataclasses.replace(case, capacity=64, hidden_size=301)
     with create(case, device, dist.group.WORLD) as layer:
         seen = []
@@ -362,13 +340,15 @@ def process_grows(ep_rank: int, ep_size: int, device: str, rounds: int) -> list[
                     compare.expected_combined(larger, mine, ep_rank),
                     "the larger layer",
                 )
+            if (number + ep_rank) % 16 == 0:
+                time.sleep(0.002)
             seen.append(poisoned_round(layer, of_round[ep_rank].to(device)))
         grown.close()
         return seen
 
 
 def check_process_rounds(seen: list[list[Seen]], device: str, rounds: int) -> None:
-    """`seen[rank][round]` of process_rounds or process_grows."""
+    """`seen[rank][round]` of process_grows."""
     case = of_processes(len(seen))
     compared = emulated.with_ctas(case, 1 if device == "cpu" else 2)
     for number, of_round in enumerate(emulated.varying_inputs(case, rounds)):

@@ -13,12 +13,8 @@ import dataclasses
 import itertools
 import os
 import signal
-import sys
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +22,7 @@ import torch.distributed as dist
 
 from moe_nvlink_plugin import MoeAllToAll, rank_mask, reference
 from moe_nvlink_plugin.errors import ExchangeStateError, ExchangeTimeoutError
-from moe_nvlink_plugin.exchange import scales_layout, survivors
+from moe_nvlink_plugin.exchange import scales_layout
 from moe_nvlink_plugin.verify import cases, compare
 from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen
 from tests.kernels.exchange.test_received import filled_places, laid_out
@@ -371,7 +367,7 @@ def process_dies(ep_rank: int, ep_size: int, device: str, small: bool) -> Surviv
     survived = Survived()
     rounds = emulated.varying_inputs(case, ROUNDS_BEFORE_DEATH + ROUNDS_AFTER)
     dead = ep_size - 1
-    with Timeline(ep_rank) as timeline, layer:
+    with layer:
         static = UsersLayer(layer, device)
         replay = real_path.replayable(static, device)
         dist.barrier()  # a capture ends start-up, and ranks load torch's kernels when they can
@@ -385,107 +381,43 @@ def process_dies(ep_rank: int, ep_size: int, device: str, small: bool) -> Surviv
 
         for of_round in rounds[:ROUNDS_BEFORE_DEATH]:
             one_round(of_round)
-        timeline.note("has replayed")
         inputs = rounds[0][ep_rank].to(device)
-        timeline.note("has its inputs")
         with pytest.raises(ExchangeTimeoutError) as caught:
-            _rounds_until_an_error(layer, inputs, timeline, dies=ep_rank == dead)
+            _rounds_until_an_error(layer, inputs, dies=ep_rank == dead)
         survived.named = caught.value.ranks
-        timeline.note(f"raised: {caught.value}")
         survived.works = float(torch.ones(8, device=device).sum())
-        survived.calls = _mask(layer, dead, timeline)
+        survived.calls = _mask(layer, dead)
         for of_round in rounds[ROUNDS_BEFORE_DEATH:]:
             one_round(of_round)
-        timeline.note("has replayed without the dead rank")
     return survived
 
 
-def _rounds_until_an_error(
-    layer: MoeAllToAll, inputs: Inputs, timeline: Timeline, *, dies: bool
-) -> None:
+def _rounds_until_an_error(layer: MoeAllToAll, inputs: Inputs, *, dies: bool) -> None:
     """On a GPU the rank dies while its kernel waits, or before it has begun: both are deaths."""
     for _round in range(3):
         received = layer.dispatch(*inputs[:3], active_ranks=layer.active_ranks)
-        timeline.note("dispatch has returned")
         if dies:
-            timeline.show()
             os.kill(os.getpid(), signal.SIGKILL)
         layer.combine(layer.combine_input().zero_(), received.metadata)
-        timeline.note("combine has returned")
         layer.synchronize()
 
 
-def _mask(layer: MoeAllToAll, dead: int, timeline: Timeline) -> int:
+def _mask(layer: MoeAllToAll, dead: int) -> int:
     """Calls mask() until the survivors have met, as its documentation asks; returns how often.
 
     One survivor may be later than another by more than mask() waits: a test has no bound for how
     long the machine holds up one of them while it clears away the process that was killed.
     """
     for calls in range(1, MOST_CALLS + 1):
-        timeline.note(f"calls mask(), time {calls}")
         try:
             layer.mask(dead)
         except ExchangeTimeoutError as error:
-            timeline.note(f"raised: {error}")
             # Nobody waits in mask() for the dead rank.
             if calls == MOST_CALLS or error.phase != "mask" or dead in error.ranks:
                 raise
         else:
             return calls
     raise AssertionError("not reached")
-
-
-class Timeline:
-    """When one rank did what, the meetings of mask() included.
-
-    A rank that comes late learns nothing of how late it is, and its peers learn only that it is
-    missing. The lines of all ranks together say which step has held it up.
-    """
-
-    def __init__(self, ep_rank: int) -> None:
-        self._rank = ep_rank
-        self._pids: list[int] = [0] * dist.get_world_size()
-        dist.all_gather_object(self._pids, os.getpid())
-        self._lines: list[str] = []
-
-    def note(self, what: str) -> None:
-        """Adds a line: seconds of the machine's clock, and the processes that are not well."""
-        states = {rank: _state(pid) for rank, pid in enumerate(self._pids)}
-        unwell = [f"rank {rank} is {state}" for rank, state in states.items() if state not in "RSD"]
-        line = f"{time.monotonic():.3f} rank {self._rank} {what} {'; '.join(unwell)}"
-        self._lines.append(line.rstrip())
-
-    def show(self) -> None:
-        """Writes the lines to stderr, which pytest shows of a test that fails; with -rP always."""
-        sys.stderr.write("\n".join(["", *self._lines, ""]))
-        sys.stderr.flush()
-
-    def __enter__(self) -> Timeline:
-        hold = survivors._Meeting.hold
-
-        def noting(meeting: Any, number: int) -> int:
-            self.note(f"comes to meeting {number}")
-            largest = hold(meeting, number)
-            self.note(f"has held meeting {number}, largest {largest}")
-            return largest
-
-        self._patch = mock.patch.object(survivors._Meeting, "hold", noting)
-        self._patch.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._patch.stop()
-        self.show()
-
-
-def _state(pid: int) -> str:
-    """The letter of proc(5): Z of a process that has ended, R, S or D of one that runs or is not
-    yet cleared away.
-    """
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "gone"
 
 
 def check_process_dies(lives: list[Survived | None], *, small: bool) -> None:

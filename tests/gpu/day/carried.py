@@ -2,7 +2,8 @@
 
     python -m tests.gpu.day.carried     # benchmarks/carry.sh calls this
 
-No list of kernels is kept: the GPU tests and the benchmarks run here up to the place where they ask
+No list of kernels is kept. Of the product's kernels the plan of `moe-nvlink verify` says which, and
+`precompile` compiles them. The GPU tests and the benchmarks run here up to the place where they ask
 for machine code, against the stand-in for the driver, and no further. What is missed all the same
 is compiled on the GPU's machine, whose summary counts it.
 """
@@ -26,73 +27,68 @@ import torch
 from benchmarks import bench_lm_head, bench_recipes, common, gpu_constants
 from benchmarks.moe_comm import emulated as one_gpu
 from benchmarks.moe_comm import options
-from moe_nvlink_plugin import AllToAllConfig, HeadConfig, driver
-from moe_nvlink_plugin.exchange import launches, survivors
+from moe_nvlink_plugin import AllToAllConfig, HeadConfig, HeadGroup, MoeAllToAll, driver
+from moe_nvlink_plugin.exchange import launches
 from moe_nvlink_plugin.exchange.arguments import quantiser_code
-from moe_nvlink_plugin.exchange.kernels import MEET
-from moe_nvlink_plugin.exchange.launches import LayerLaunches
-from moe_nvlink_plugin.exchange.sizes import payload_rows
-from moe_nvlink_plugin.exchange.small_batches import with_small_tokens
 from moe_nvlink_plugin.jit import nvrtc
-from moe_nvlink_plugin.launch.base import Budget
-from moe_nvlink_plugin.launch.cuda import CudaExecutor
-from moe_nvlink_plugin.lm_head.launches import HeadLaunches
+from moe_nvlink_plugin.launch.arguments import element_code
+from moe_nvlink_plugin.launch.kernel import Variant
+from moe_nvlink_plugin.lm_head.kernels import HEAD
 from moe_nvlink_plugin.plugins import find_recipe
+from moe_nvlink_plugin.tools import precompile
+from moe_nvlink_plugin.verify.checks import Head, Rounds
+from moe_nvlink_plugin.verify.plan import Geometry, plan
 from tests.gpu.day import stand_in
 from tests.gpu.day.steps import STEPS
-from tests.support import emulated, emulated_text, real_head, real_path, sanitized, users_form
+from tests.support import emulated, emulated_text, real_head, real_path, sanitized
 from tests.support import ranks as processes
 
 ROOT = Path(__file__).resolve().parents[3]
-#: Of the stand-in, whose device 0 is an sm_90a GPU.
-DEVICE = torch.device("cpu", 0)
 
 
 class Compiled(Exception):  # noqa: N818 - it is what was wanted
     """Machine code is in the cache; nothing more is to be done."""
 
 
-def layer(config: AllToAllConfig, *, pdl: bool = True, ranks_on_device: int = 1) -> None:
-    """Ask for the kernels that the product launches for a layer."""
-    recipe = find_recipe(config)
-    row_bytes = {name: row.row_bytes for name, row in payload_rows(config, recipe).items()}
-    quantiser = quantiser_code(recipe, config.hidden_size)
-    executor = CudaExecutor(DEVICE)
-    executor.pdl = executor.pdl and pdl
-    resolved = with_small_tokens(config, recipe, executor.num_sms())
-    LayerLaunches(executor, resolved, row_bytes, quantiser, ranks_on_device)
-    budget = Budget(1, None, config.ep_size, config.num_channels, ranks_on_device)
-    family = launches.variant(resolved, quantiser)
-    executor.launcher(family, budget).load(MEET, survivors.MEETING_THREADS)
+def product(geometry: Variant) -> None:
+    """Compile what the product loads for a geometry. Ranks that share a GPU have no PDL."""
+    architecture = driver.device(0).architecture
+    for pdl in (True, False):
+        for compilation in precompile.Task(architecture, geometry, pdl).compilations():
+            if error := precompile.compiled(compilation).error:
+                raise error
 
 
-def head(config: HeadConfig) -> None:
-    """Ask for the kernels that the product launches for a shared LM head."""
-    HeadLaunches(CudaExecutor(DEVICE), config)
-
-
-def _create_layer(case: Any, device: str, group: Any = None, **changes: Any) -> None:
-    layer(dataclasses.replace(case.config(0), **changes))
-    raise Compiled
-
-
-def _create_head(device: str, **values: Any) -> None:
-    head(real_head.config(**values))
-    raise Compiled
-
-
-def _lone_rank(self: object, device: str, dtype: torch.dtype) -> None:
-    _create_head(device, dtype=dtype)
-
-
-def _run_processes(size: int, body: Callable[..., Any], *_args: Any, **_options: Any) -> None:
-    if body.__module__ == real_head.__name__:
-        head(real_head.config(size, 0))
+def of_config(config: AllToAllConfig | HeadConfig) -> None:
+    """Compile what the product loads for a layer, or for a shared LM head."""
+    if isinstance(config, HeadConfig):
+        product(HEAD.variant(dtype=element_code(config.dtype)))
     else:
-        of_users = body.__module__ == users_form.__name__
-        case = (users_form if of_users else real_path).of_processes(size, small=True)
-        layer(case.config(0), ranks_on_device=size)
+        code = quantiser_code(find_recipe(config), config.hidden_size)
+        product(launches.variant(config, code))
+
+
+def of_verify() -> None:
+    """Compile for every check of the plan, and what the report's machine facts ask for."""
+    geometry = Geometry(ep_size=2, num_experts=256, top_k=8, hidden_size=7168, max_tokens=128)
+    for check in plan(geometry, torch.device("cuda"), quick=False):
+        assert isinstance(check, Rounds | Head), check
+        of_config(check.case.config(0) if isinstance(check, Rounds) else check.config)
+    for kind in precompile.kinds():
+        product(kind)
+
+
+def _created(config: AllToAllConfig | HeadConfig, *_given: Any, **_options: Any) -> None:
+    of_config(config)
     raise Compiled
+
+
+def _lone_rank(_self: object, _device: str, dtype: torch.dtype) -> None:
+    _created(real_head.config(dtype=dtype))
+
+
+def _first_of(size: int, body: Callable[..., Any], _folder: Path, *given: Any, **_: Any) -> None:
+    body(0, size, *given)
 
 
 @contextlib.contextmanager
@@ -107,10 +103,10 @@ def up_to_machine_code() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for holder, name, instead in (
             (emulated, "load_or_compile", compile_and_stop),
-            (real_path, "create", _create_layer),
-            (real_head, "create", _create_head),
+            (MoeAllToAll, "create", _created),
+            (HeadGroup, "create", _created),
             (real_head.LoneRank, "__init__", _lone_rank),
-            (processes, "run_processes", _run_processes),
+            (processes, "run_processes", _first_of),
             (torch.cuda, "is_available", lambda: True),  # GPU tests are not skipped
             (torch.cuda, "Stream", lambda *args: None),
             (torch.cuda, "stream", contextlib.nullcontext),
@@ -133,13 +129,6 @@ class OfTests:
         pytest.fail("this test has not asked for machine code: see tests/gpu/day/carried.py")
 
 
-def of_tests(*selected: str) -> int:
-    """pytest's exit status."""
-    ours = ("-q", "-p", "no:cacheprovider", "-m", "gpu", "-rf", "--timeout=300")
-    with up_to_machine_code():
-        return int(pytest.main([*ours, *selected], plugins=[OfTests()]))
-
-
 def asked(body: Callable[..., Any], *given: Any, **options: Any) -> None:
     """Run what will ask for machine code."""
     try:
@@ -160,11 +149,13 @@ def of_benchmarks() -> None:
             if program == "benchmarks/bench_moe_comm.py":
                 made = options.parse("", given).options
                 asked(one_gpu.make_backend, made)
-                layer(one_gpu.config_of(made, 0, 1), pdl=False)  # of one_gpu.Branches
+                of_config(one_gpu.config_of(made, 0, 1))  # of one_gpu.Branches
             elif program == "benchmarks/bench_recipes.py":
                 _of_recipes(bench_recipes.parse())
             elif program == "benchmarks/bench_lm_head.py":
-                _of_head(bench_lm_head.parse())
+                heads = common.options_from(bench_lm_head.Options, bench_lm_head.parse())
+                for size in heads.groups:
+                    asked(bench_lm_head.make_backend, heads, size)
             elif program == "benchmarks/gpu_constants.py":
                 text = gpu_constants.text(gpu_constants.Sizes())
                 nvrtc.load_or_compile(text, driver.device(0).architecture)
@@ -173,7 +164,7 @@ def of_benchmarks() -> None:
     with mock.patch.object(emulated_text, "device_source", emulated_text.device_source):
         sanitized.break_barrier()
         asked(emulated.make_backend, "cuda", sanitized.CASE, ctas=2)
-    layer(options.Options(batches=(1,)).config(0, 64))  # bench_launch.py: one layer's size as any
+    of_config(options.Options(batches=(1,)).config(0, 64))  # bench_launch.py: a size as any
 
 
 def _of_recipes(arguments: Any) -> None:
@@ -189,24 +180,20 @@ def _of_recipes(arguments: Any) -> None:
         asked(one_gpu.make_backend, dataclasses.replace(quantised, top_k=1), alone=True)
 
 
-def _of_head(arguments: Any) -> None:
-    made = common.options_from(bench_lm_head.Options, arguments)
-    for size in made.groups:
-        asked(bench_lm_head.make_backend, made, size)
-
-
 def main() -> None:
     """End with status 1 if a test or a benchmark did not come as far as to ask."""
-    with up_to_machine_code():
-        of_benchmarks()
-    # The sanitizers' tests start programs, whose kernels are compiled above. The others ask for
+    of_verify()
+    # The sanitizers' tests start programs, whose kernels of_benchmarks compiles. The others ask for
     # what real_path.py's tests ask for, the one after vLLM is loaded, the other on the GPU.
     left_out = ("--ignore=tests/gpu/test_sanitizers.py", "--ignore=tests/gpu/test_quantisers.py")
-    bad_input = "--deselect=tests/gpu/test_real_path.py::test_bad_input"
-    status = of_tests("tests/gpu", *left_out, bad_input)
+    on_the_gpu = "--deselect=tests/gpu/test_real_path.py::test_bad_input"
+    ours = ("-q", "-p", "no:cacheprovider", "-m", "gpu", "-rf", "--timeout=300", "tests/gpu")
+    with up_to_machine_code():
+        of_benchmarks()
+        status = pytest.main([*ours, *left_out, on_the_gpu], plugins=[OfTests()])
     found = len(list(Path(os.environ["MOE_NVLINK_CACHE_DIR"]).glob("*.cubin")))
     print(f"{found} files of machine code", flush=True)
-    raise SystemExit(status)
+    raise SystemExit(int(status))
 
 
 if __name__ == "__main__":

@@ -6,15 +6,13 @@
 A step is a program of its own, which coreutils' `timeout` starts and cuts. After each step the
 runner ends all processes that the step has started. Three kinds of files are then complete: all
 that was said, a summary, and the result files that the benchmarks write batch by batch. With
-`--back` one archive takes the latter. It is written anew while steps run: if this program is
-killed, it holds what there was seconds before. This module imports Python's own library alone, so
-that it can name the packages that a machine lacks.
+`--back` one archive takes the latter, anew after every step. This module imports Python's own
+library alone, so that it can name the packages that a machine lacks.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -28,7 +26,6 @@ import tarfile
 import tempfile
 import threading
 import time
-import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
@@ -45,17 +42,10 @@ REHEARSAL_FACTOR = 4.0
 CANNOT_RUN = 77
 #: The exit status of coreutils' `timeout`.
 TIMED_OUT = 124
-#: How often the archive is written anew, if anything has changed.
-ARCHIVE_S = 5.0
 #: What an archive holds at most, before compression: a lent machine gives back files of 16 MiB.
 ARCHIVE_BYTES = 15 << 20
 #: Why steps were left out.
 TIME_WAS_OVER, ENDED = "the stage's time was over", "ended from outside"
-
-PACKAGES = (
-    *("torch", "numpy", "cuda.bindings.driver", "cuda.bindings.nvrtc", "filelock", "pluggy"),
-    *("pytest", "pytest_timeout", "hypothesis"),
-)
 
 
 @dataclasses.dataclass
@@ -96,11 +86,10 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
         found = look()
         begin = f"{date}-{'rehearsal' if rehearse else slug(found['gpu'])}"
-        self._prefix = str(results / begin)
+        self._results, self._prefix = results, str(results / begin)
         self._summary = (back or results) / f"{begin}-{stage.name}.json"
-        self._archive = Archive(results, self._summary.with_suffix(".tar.gz")) if back else None
+        self._archive = self._summary.with_suffix(".tar.gz") if back else None
         self._report = self._summary.with_suffix(".txt").open("w", buffering=1)
-        self._scratch = Path(tempfile.mkdtemp(prefix="junit-"))
         self._environment = dict(os.environ)
         self._running: list[subprocess.Popen[str]] = []
         self._stopped, self._saying = False, threading.Lock()
@@ -115,14 +104,6 @@ class Run:
 
     def run(self) -> int:
         """Return 0 if all is well, 1 if a step failed, was cut or had no time, 2 if none ran."""
-        with self._archive or contextlib.nullcontext():
-            status = self._run_all()
-        if self._archive and (lost := self._archive.left_out):
-            limit = f"{ARCHIVE_BYTES >> 20} MiB in all"
-            self._say(f"too large to come back ({limit}; make them smaller): {', '.join(lost)}")
-        return status
-
-    def _run_all(self) -> int:
         cubins = _cubins()
         if reason := self._introduce():
             self._say(f"\nnothing could run: {reason}")
@@ -132,8 +113,7 @@ class Run:
             prefixes = [f"[{step.name}] " if group[1:] else "" for step in group]
             with ThreadPoolExecutor(len(group)) as pool:
                 self.outcomes += pool.map(self._step, group, prefixes)
-            self._write()
-        self._write(kernels_compiled_here=_cubins() - cubins)
+            self._write(kernels_compiled_here=_cubins() - cubins)
         return self._conclude()
 
     def stop(self) -> None:
@@ -157,12 +137,12 @@ class Run:
         self._say(f"carried  {os.environ.get('GPU_STAGES_CARRIED', 'nothing')}")
         self._say("One GPU: nothing here shows NVLink's latency, bandwidth or ordering.")
         if self.facts["missing"]:
-            return f"these packages are missing: {', '.join(self.facts['missing'])}"
+            return f"a package is missing: {self.facts['missing']}"
         if not self.rehearse:
             return "" if self.facts["gpu"] else "torch sees no CUDA device"
         self._say("A rehearsal, small, on CPU ranks and the stand-in for the driver.")
         self._say("None of its times means anything, and GPU tests are only collected.")
-        command = [sys.executable, "-m", "tests.gpu.day.stand_in", str(self._scratch)]
+        command = [sys.executable, "-m", "tests.gpu.day.stand_in", tempfile.mkdtemp()]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             return "the stand-in for the driver could not be built; what stopped it stands above"
@@ -178,13 +158,14 @@ class Run:
         if reason := self._why_not(step):
             outcome = Outcome(step.name, "not run", detail=reason)
         else:
-            command = self._command(step)
+            parts = step.command + (step.rehearsed if self.rehearse else ())
+            command = [sys.executable, *(self._filled(part) for part in parts)]
             set_here = [f"{name}={value}" for name, value in step.variables]
             self._say(f"\n== {step.name}\n{' '.join([*set_here, *command])}")
-            started = time.monotonic()
+            started = time.time()
             variables = self._environment | dict(step.variables)
             status, last_line = self._run(command, variables, limit_s, prefix)
-            outcome = self._judge(step, status, time.monotonic() - started, limit_s, last_line)
+            outcome = self._judge(step, status, started, limit_s, last_line)
         self._say(f"== {outcome}")
         return outcome
 
@@ -193,19 +174,12 @@ class Run:
             return ENDED
         if self._left_s() < LEAST_S:
             return TIME_WAS_OVER
-        if step.needs and not self.rehearse and not _is_there(step.needs):
+        if step.needs and not self.rehearse and not importlib.util.find_spec(step.needs):
             return f"{step.needs} was not carried (benchmarks/carry.sh) and is not installed"
         return ""
 
-    def _command(self, step: Step) -> list[str]:
-        parts = step.command + (step.rehearsed if self.rehearse else ())
-        return [sys.executable, *(self._filled(part, step) for part in parts)]
-
-    def _filled(self, part: str, step: Step) -> str:
-        return part.replace("{results}", self._prefix).replace("{junit}", str(self._junit(step)))
-
-    def _junit(self, step: Step) -> Path:
-        return self._scratch / f"{step.name}.xml"
+    def _filled(self, part: str) -> str:
+        return part.replace("{results}", self._prefix)
 
     def _run(
         self, command: list[str], variables: dict[str, str], limit_s: float, prefix: str
@@ -229,7 +203,7 @@ class Run:
         if self._stopped:
             self.stop()
         assert process.stdout is not None
-        lines: list[str] = []
+        lines = [""]
         reader = threading.Thread(
             target=self._read, args=(process.stdout, prefix, lines), daemon=True
         )
@@ -238,30 +212,32 @@ class Run:
         self._running.remove(process)
         _kill_group(process)  # ranks that are left would keep the GPU busy
         reader.join(GRACE_S)
-        return status, next((line for line in reversed(lines) if line.strip()), "").strip()
+        return status, lines[-1]
 
     def _read(self, stdout: IO[str], prefix: str, lines: list[str]) -> None:
         for line in stdout:
-            lines.append(line)
+            lines += [line.strip()] if line.strip() else []
             self._say(prefix + line.rstrip("\n"))
 
     def _judge(
-        self, step: Step, status: int, seconds: float, limit_s: float, last_line: str
+        self, step: Step, status: int, started: float, limit_s: float, last_line: str
     ) -> Outcome:
-        outcome, detail = ("passed", "") if status == 0 else ("failed", f"exit status {status}")
+        seconds = time.time() - started
+        said = last_line[:200]
+        outcome, detail = (
+            ("failed", f"exit status {status}: {said}") if status else ("passed", said)
+        )
         if status and self._stopped:
             outcome, detail = "cut", ENDED
         elif status == TIMED_OUT or (status and seconds >= limit_s):
             outcome, detail = "cut", f"at {limit_s:.0f} s"
-        elif status == CANNOT_RUN:
-            outcome, detail = "not run", last_line
-        if self._junit(step).exists():
-            detail, ran = _tests_of(self._junit(step))
-            outcome = "not run" if outcome == "passed" and not ran else outcome
-        elif step.result is not None:
-            written = Path(self._filled(step.result, step))
-            rows = _rows_of(written, not_before=time.time() - seconds - 1)
-            detail = ", ".join(filter(None, (detail, f"{rows} rows in {written.name}")))
+        elif status == CANNOT_RUN or (step.is_tests and not status and " passed" not in said):
+            outcome, detail = "not run", said
+        if step.result is not None:
+            written = Path(self._filled(step.result))
+            rows = _rows_of(written, not_before=started - 1)
+            found = f"{rows} rows in {written.name}"
+            detail = found if outcome == "passed" else f"{detail}, {found}"
             outcome = "failed" if outcome == "passed" and not rows else outcome
         return Outcome(step.name, outcome, round(seconds, 1), detail)
 
@@ -277,68 +253,35 @@ class Run:
         return int(bool(bad))
 
     def _write(self, **facts: Any) -> None:
-        """Write the summary, after every step: this program may be ended at any time."""
+        """Write summary and archive, after every step: this program may be ended at any time."""
         self.facts |= {"seconds": round(time.monotonic() - self._started, 1)} | facts
         steps = [dataclasses.asdict(outcome) for outcome in self.outcomes]
+        if self._archive and (lost := pack(self._results, self._archive)):
+            self.facts["too_large_to_come_back"] = lost
+            self._say(f"too large to come back ({ARCHIVE_BYTES} bytes in all): {', '.join(lost)}")
         unfinished = self._summary.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(self.facts | {"steps": steps}, indent=1) + "\n")
         unfinished.replace(self._summary)
 
 
-class Archive:
-    """One file of all files of a folder, which a thread writes anew when any has changed.
+def pack(folder: Path, archive: Path) -> list[str]:
+    """Make one archive of a folder's files, small ones first. Return what it has no room for.
 
-    As a context it ends with the archive of what is there then.
+    Whenever this process is killed, the old archive is there or the new one.
     """
-
-    def __init__(self, folder: Path, path: Path) -> None:
-        self._folder, self._path = folder, path
-        self._packed: list[tuple[Path, int, int]] = []
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._keep, daemon=True)
-        #: Names of files that are too large.
-        self.left_out: list[str] = []
-
-    def __enter__(self) -> Archive:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._over.set()
-        self._thread.join()
-        self._pack()
-
-    def _keep(self) -> None:
-        while not self._over.wait(ARCHIVE_S):
-            # Of a full disk, say. The last attempt is not in this thread, and says what is wrong.
-            with contextlib.suppress(OSError):
-                self._pack()
-
-    def _pack(self) -> None:
-        """Leave an old archive or a new one, whenever this process is killed. Small files first."""
-        found = []
-        for path in self._folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # a benchmark has just renamed it
-                status = path.stat()
-                if path.is_file() and path.suffix != ".unfinished":
-                    found.append((path, status.st_size, status.st_mtime_ns))
-        found.sort(key=lambda each: (each[1], each[0]))
-        if found == self._packed:
-            return
-        left_out, total = [], 0
-        unfinished = self._path.with_name(f"{self._path.name}.unfinished")
-        with tarfile.open(unfinished, "w:gz", compresslevel=6) as archive:
-            for path, size, _time in found:
-                if total + size > ARCHIVE_BYTES:
-                    left_out.append(path.name)
-                    continue
-                total += size
-                # Read at once: a file that is being written may have grown.
-                with path.open("rb") as file:
-                    member = archive.gettarinfo(arcname=path.name, fileobj=file)
-                    archive.addfile(member, file)
-        unfinished.replace(self._path)
-        self._packed, self.left_out = found, left_out
+    left_out, total = [], 0
+    unfinished = archive.with_name(f"{archive.name}.unfinished")
+    with tarfile.open(unfinished, "w:gz", compresslevel=6) as packed:
+        for path in sorted(folder.iterdir(), key=lambda each: (each.stat().st_size, each)):
+            if path.suffix == ".unfinished" or not path.is_file():
+                continue
+            total += path.stat().st_size
+            if total > ARCHIVE_BYTES:
+                left_out.append(path.name)
+            else:
+                packed.add(path, path.name)
+    unfinished.replace(archive)
+    return left_out
 
 
 def slug(gpu: str | None) -> str:
@@ -355,21 +298,6 @@ def _kill_group(process: subprocess.Popen[str]) -> None:
         process.kill()
 
 
-def _tests_of(junit: Path) -> tuple[str, int]:
-    """Count outcomes, name failed tests and a reason of skipped tests; count what ran."""
-    cases = list(ElementTree.parse(junit).iter("testcase"))
-    failed = [
-        case.get("name", "") for case in cases if {"failure", "error"} & {e.tag for e in case}
-    ]
-    skipped = [skip for case in cases if (skip := case.find("skipped")) is not None]
-    detail = f"{len(cases) - len(failed) - len(skipped)} passed"
-    if failed:
-        detail += f", {len(failed)} failed: {', '.join(failed)}"
-    if skipped:
-        detail += f", {len(skipped)} skipped: {skipped[0].get('message')}"
-    return detail, len(cases) - len(skipped)
-
-
 def _rows_of(path: Path, *, not_before: float) -> int:
     """Count the rows of a result file; 0: there is no file, or it was there before."""
     try:
@@ -378,22 +306,17 @@ def _rows_of(path: Path, *, not_before: float) -> int:
         document = json.loads(path.read_text())
     except (OSError, ValueError):
         return 0
-    return len(document.get("rows") or document.get("groups") or ())
+    return sum(len(document.get(name) or ()) for name in ("rows", "groups", "checks"))
 
 
 def _cubins() -> int:
     return len(list(Path(os.environ.get("MOE_NVLINK_CACHE_DIR", "/nowhere")).glob("*.cubin")))
 
 
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:  # a package that it would be in
-        return False
-
-
-_ASK_TORCH = """
-import torch
+#: What every step needs; the answer is about torch.
+_ASK = """
+import cuda.bindings.driver, cuda.bindings.nvrtc, filelock, hypothesis, numpy, pluggy
+import pytest, pytest_timeout, torch
 print(torch.__version__)
 print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else "")
 """
@@ -401,17 +324,13 @@ print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else "")
 
 def look() -> dict[str, Any]:
     """Return what this machine has. Another process loads torch."""
-    missing = [name for name in PACKAGES if not _is_there(name)]
-    version, gpu = None, ""
-    if "torch" not in missing:
-        command = [sys.executable, "-W", "ignore", "-c", _ASK_TORCH]
-        try:
-            said = subprocess.check_output(command, text=True, timeout=120)
-            version, gpu = said.removesuffix("\n").split("\n")[-2:]
-        except subprocess.SubprocessError:
-            missing.append("a torch that answers")
-    python = platform.python_version()
-    return {"missing": missing, "python": python, "torch": version, "gpu": gpu or None}
+    found = {"missing": "", "python": platform.python_version(), "torch": None, "gpu": None}
+    command = [sys.executable, "-W", "ignore", "-c", _ASK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        return found | {"missing": done.stderr.strip().rpartition("\n")[2] or "no torch answers"}
+    version, gpu = done.stdout.removesuffix("\n").split("\n")[-2:]
+    return found | {"torch": version, "gpu": gpu or None}
 
 
 def main() -> None:

@@ -18,8 +18,7 @@ class Step:
     Attributes:
         name: what the summary calls the step, and what `again` takes.
         limit_s: when the runner ends the step.
-        command: what follows the interpreter. `{results}` is where the result file's name begins,
-            `{junit}` a scratch file.
+        command: what follows the interpreter. `{results}` is where the result file's name begins.
         rehearsed: what a rehearsal appends; if an option is given twice, the last one counts.
         needs: a module without which the step does not begin.
         variables: of its environment, beside those of the runner.
@@ -37,6 +36,11 @@ class Step:
         """Return the result file, as the command spells it."""
         return next((part for part in self.command if part.startswith("{results}")), None)
 
+    @property
+    def is_tests(self) -> bool:
+        """Return whether pytest's last line says what became of the step."""
+        return "pytest" in self.command
+
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
@@ -53,20 +57,38 @@ def _step(name: str, limit_s: float, command: str, rehearsed: str = "", needs: s
 
 def _tests(name: str, limit_s: float, selected: str) -> Step:
     """Make a step of GPU tests. If one test takes too long, pytest ends that test alone."""
-    options = "-q -p no:cacheprovider --timeout-method=signal --durations=5 --junit-xml={junit}"
+    options = "-q -rfs -p no:cacheprovider --timeout-method=signal --durations=5"
     return _step(name, limit_s, f"-m pytest -m gpu {options} {selected}")
 
 
-def _emulated(name: str, limit_s: float, options: str, needs: str = "") -> Step:
-    every = "--perfect_router --device cuda --emulate_ranks 8"
-    return _step(
+def _verify(name: str, limit_s: float, options: str) -> Step:
+    """Make a step of what users run on their machine; its ranks are processes of one GPU."""
+    report = f"--output {{results}}-{name}.json"
+    rehearsed = "--device cpu --quick --hidden-size 256"
+    return _step(name, limit_s, f"-m moe_nvlink_plugin verify {options} {report}", rehearsed)
+
+
+def _bench(name: str, limit_s: float, command: str, rehearsed: str, needs: str = "") -> Step:
+    """Make a step that leaves a result file."""
+    command = f"{command} --output_file {{results}}-{name}.json"
+    return _step(name, limit_s, command, rehearsed, needs)
+
+
+def _emulated(
+    name: str, limit_s: float, options: str, needs: str = "", ranks: int = 8, small: str = ""
+) -> Step:
+    """Make a step of bench_moe_comm.py; `small`: the most tokens of a small batch."""
+    every = f"--perfect_router --device cuda --emulate_ranks {ranks}"
+    step = _bench(
         name,
         limit_s,
-        f"benchmarks/bench_moe_comm.py {every} {options} --output_file {{results}}-{name}.json",
+        f"benchmarks/bench_moe_comm.py {every} {options}",
         "--device rehearsal --emulate_ranks 2 --profile custom --hidden_size 64 --top_k 8"
         " --num_experts 256 --batches 1 4 --iters 10 --warmup 1 --backend moe_nvlink",
         needs,
     )
+    variables = (("MOE_NVLINK_SMALL_TOKENS", small),) if small else ()
+    return dataclasses.replace(step, variables=variables)
 
 
 def _watched(tool: str) -> Step:
@@ -78,12 +100,14 @@ _MEMCHECK = _watched("memcheck")
 
 SMOKE = Stage(
     "smoke",
-    240,
+    265,
     (
-        (_step("doctor", 45, "-m moe_nvlink_plugin doctor"),),
-        (_tests("real", 60, "tests/gpu/test_real_path.py tests/gpu/test_real_head.py"),),
-        (_tests("two-processes", 25, "tests/gpu/test_real_processes.py::test_rounds[2]"),),
-        (_emulated("emulated", 35, "--backend moe_nvlink --batches 1 32 64 2048"),),
+        (_verify("verify", 75, "--quick --ranks 2"),),
+        # Of one rank alone, which has programmatic dependent launch.
+        (_verify("verify-one", 25, "--quick --ranks 1"),),
+        (_step("doctor", 20, "-m moe_nvlink_plugin doctor"),),
+        (_tests("real", 45, "tests/gpu/test_real_path.py tests/gpu/test_real_head.py"),),
+        (_emulated("emulated", 25, "--backend moe_nvlink --batches 1 32 64 2048"),),
         (_MEMCHECK,),
         (
             _emulated(
@@ -95,29 +119,12 @@ SMOKE = Stage(
 
 #: Small batches through the kernels for batches of any size: what their own kernels save. A batch
 #: that is above the limit for small batches shows the spread from run to run.
-_BULK = dataclasses.replace(
-    _emulated("bulk", 30, "--backend moe_nvlink --batches 1 4 16 32 64"),
-    variables=(("MOE_NVLINK_SMALL_TOKENS", "0"),),
-)
-
+_BULK = _emulated("bulk", 30, "--backend moe_nvlink --batches 1 4 16 32 64", small="0")
 #: A rank of two has four times the SMs of a rank of eight, and so about the share of the bytes a SM
 #: that a rank of eight with a GPU of its own has at half as many tokens.
-_TWO = _emulated("two-ranks", 20, "--backend moe_nvlink --batches 1 4 16 32 48 64")
-_TWO = dataclasses.replace(
-    _TWO,
-    command=tuple("2" if part == "8" else part for part in _TWO.command),
-    variables=(("MOE_NVLINK_SMALL_TOKENS", "64"),),
-)
-_TWO_BULK = dataclasses.replace(
-    _TWO,
-    name="two-ranks-bulk",
-    command=tuple(part.replace("two-ranks", "two-ranks-bulk") for part in _TWO.command),
-    variables=_BULK.variables,
-)
-
-#: What the kernels wait for, and in which lines.
-_NCU = _step(
-    "ncu", 110, "-m tests.gpu.profiled --limit 105 --output_file {results}-ncu.json", "--rehearse"
+_TWO, _TWO_BULK = (
+    _emulated(name, 20, "--backend moe_nvlink --batches 1 4 16 32 48 64", ranks=2, small=small)
+    for name, small in (("two-ranks", "64"), ("two-ranks-bulk", "0"))
 )
 
 NUMBERS = Stage(
@@ -126,41 +133,38 @@ NUMBERS = Stage(
     (
         # What the software GPU's clock assumes, before anything else may use up the time.
         (
-            _step(
-                "constants",
-                45,
-                "benchmarks/gpu_constants.py --output_file {results}-constants.json",
-                "--device rehearsal --limit_s 100",
+            _bench(
+                "constants", 45, "benchmarks/gpu_constants.py", "--device rehearsal --limit_s 100"
             ),
         ),
         # Beside FlashInfer if it is there. The goals are at 64 tokens or fewer, and at 2048.
         (_emulated("moe-comm", 90, "--batches 1 4 16 32 64 128 256 512 1024 2048"),),
-        (_NCU,),
+        # What the kernels wait for, and in which lines.
+        (_bench("ncu", 110, "-m tests.gpu.profiled --limit 105", "--rehearse"),),
         (_emulated("pdl", 40, "--backend moe_nvlink --pdl --kernel_breakdown --batches 16 2048"),),
         (
-            _step(
+            _bench(
                 "recipes",
                 100,
                 "benchmarks/bench_recipes.py --device cuda --ep-size 8 --tokens 16 128 2048"
-                " --iterations 100 --output_file {results}-recipes.json",
+                " --iterations 100",
                 "--device rehearsal --ep-size 2 --tokens 4 --hidden-size 256 --num-experts 8"
                 " --iterations 5",
             ),
         ),
         (
-            _step(
+            _bench(
                 "lm-head",
                 30,
-                "benchmarks/bench_lm_head.py --device cuda --iterations 50"
-                " --output_file {results}-lm-head.json",
+                "benchmarks/bench_lm_head.py --device cuda --iterations 50",
                 "--device rehearsal --groups 2 --vocab 1000 --hidden 64 --rows 1 4 --iterations 5",
             ),
         ),
         (
-            _step(
+            _bench(
                 "launch",
                 30,
-                "benchmarks/bench_launch.py --driver real --output_file {results}-launch.json",
+                "benchmarks/bench_launch.py --driver real",
                 "--driver emulated --batches 2 --tokens 4",
             ),
         ),
@@ -174,18 +178,19 @@ BREADTH = Stage(
     "breadth",
     540,
     (
-        (_tests("users-form", 90, "tests/gpu/test_users_form.py"),),
+        (_verify("verify-all", 120, "--ranks 4"),),
         (
+            _verify("verify-pdl", 210, "--ranks 1"),
             _tests("cases", 210, "tests/gpu/test_cases.py tests/gpu/test_quantisers.py"),
             _tests("rounds", 210, "tests/gpu/test_rounds.py"),
-            _tests("processes", 210, "tests/gpu/test_real_processes.py"),
+            _tests("forms", 210, "tests/gpu/test_users_form.py tests/gpu/test_real_processes.py"),
         ),
         (_watched("racecheck"),),
         (_MEMCHECK,),
         (_watched("synccheck"),),
         (_watched("initcheck"),),
-        (_tests("planted-bugs", 55, "tests/gpu/test_sanitizers.py -k the_tool_looks"),),
-        (_tests("litmus", 30, "tests/gpu/test_litmus.py -s"),),
+        (_tests("planted-bugs", 35, "tests/gpu/test_sanitizers.py -k the_tool_looks"),),
+        (_tests("litmus", 20, "tests/gpu/test_litmus.py -s"),),
     ),
 )
 

@@ -115,32 +115,6 @@ def test_the_fast_subset_is_of_the_groups_that_have_one(toys: Toys) -> None:
     assert (code, printed.startswith("toy: 2 passed; as expected")) == (0, True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--group", "toys"], "invalid choice: 'toys' (choose from "),
-        (["--break", "everything"], "invalid choice: 'everything' (choose from "),
-        (["--jobs", "0"], "at least 0 GPUs and 1 process"),
-        (["--gpu", "-1"], "--gpu -1 "),
-        ([], "there is no expectations file"),
-    ],
-)
-def test_what_cannot_be_run_is_an_error(
-    toys: Toys, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code, said = toys.run(*arguments)
-    except SystemExit as ended:
-        code, said = ended.code, capsys.readouterr().err  # type: ignore[assignment]
-    assert code == 2
-    assert words in said
-
-
-def test_groups_are_listed(toys: Toys) -> None:
-    code, printed = toys.run("--list")
-    assert (code, printed.split()) == (0, ["toy", "cpu/gpu", "selected", "the", "group", "toy"])
-
-
 def test_groups_that_need_more_gpus_are_left_out() -> None:
     one, two = toy_group(name="one"), replace(toy_group(name="two"), gpus=2)
     cpu = replace(toy_group(name="cpu"), devices=frozenset({Device.CPU}))
@@ -158,11 +132,6 @@ def test_a_test_that_only_one_side_collects_is_a_difference(tmp_path: Path) -> N
     assert cli.differences_of({True: both, False: replace(both, outcomes={"t::a": "passed"})}) == [
         "t::b: with the plugin failed, without it not run"
     ]
-
-
-def test_a_compared_group_has_no_adapters_of_ours() -> None:
-    with pytest.raises(ValueError, match="it can have no adapters of ours: cpu_device"):
-        replace(toy_group(plugin=Plugin.COMPARED), adapters=("cpu_device",))
 
 
 def test_titles_of_the_selection_are_unique_and_every_adapter_exists() -> None:

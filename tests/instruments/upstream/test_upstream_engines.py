@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.upstream.adapt import engines, redirects
+from tests.upstream.adapt import engines
 
 MOE = "ibm-research/PowerMoE-3b"
 DENSE = "hmellor/tiny-random-LlamaForCausalLM"
@@ -141,43 +141,3 @@ def test_a_server_without_experts_is_left_alone(plugin: engines.Engines) -> None
     plugin._expect_server(SimpleNamespace(), DENSE, flags)
     assert flags == ["--data-parallel-size", "2"]
     assert not plugin._servers
-
-
-def test_our_name_of_the_variable_is_the_one_that_workers_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from moe_nvlink_plugin import env
-
-    monkeypatch.setenv(engines.STATS_FOLDER, str(tmp_path))
-    assert env.stats_dir() == tmp_path
-
-
-def test_models_enter_as_folders_and_are_served_by_their_names(
-    redirected: dict[str, str],
-) -> None:
-    class Arguments:
-        def __init__(self, model: str, **others: Any) -> None:
-            self.model, self.tokenizer = model, None
-            self.served_model_name: str | None = None
-            self.speculative_config = others.get("speculative_config")
-            self.__post_init__()
-
-        def __post_init__(self) -> None:
-            self.seen = self.model
-
-    redirects._redirect_engines(Arguments)
-    ours = Arguments(MOE, speculative_config={"model": DENSE, "method": "eagle"})
-    assert ours.seen == redirected[MOE]
-    assert ours.served_model_name == MOE
-    assert ours.speculative_config == {"model": redirected[DENSE], "method": "eagle"}
-    other = Arguments("somebody/else")
-    assert (other.seen, other.served_model_name) == ("somebody/else", None)
-
-    class Server:
-        def __init__(self, model: str, flags: list[str]) -> None:
-            self.model, self.flags = model, flags
-
-    redirects._redirect_servers(Server)
-    server = Server(MOE, ["--port", "1"])
-    assert server.model == redirected[MOE]
-    assert server.flags == ["--port", "1", "--served-model-name", MOE]

@@ -153,13 +153,6 @@ def test_a_file_that_says_nothing_sensible_is_refused(
     assert path.name in str(caught.value)
 
 
-def test_a_version_without_a_file_names_those_there_are(tmp_path: Path) -> None:
-    (tmp_path / "1.0-cpu.yaml").write_text("")
-    assert expectations.read(tmp_path / "1.0-cpu.yaml") == {}
-    with pytest.raises(ConfigError, match=r"no expectations file 2\.0-cpu\.yaml.* 1\.0-cpu"):
-        expectations.read(tmp_path / "2.0-cpu.yaml")
-
-
 def test_the_files_of_the_repository_are_of_groups_that_exist() -> None:
     names = {group.name for group in all_groups()}
     for path in expectations.FOLDER.glob("*.yaml"):
@@ -201,15 +194,6 @@ def test_a_row_for_each_group_in_their_order_and_why_tests_fail() -> None:
         "| all |  | 107 | 4 | 37 |\n"
         "\nFailed:\n\n- 4: It has a bug.\n"
     )
-
-
-def test_only_what_is_between_the_markers_is_replaced() -> None:
-    document = f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n"
-    new = table.replaced(document, "new\n")
-    assert new == f"before\n{table.BEGIN}\nnew\n{table.END}\nafter\n"
-    for without in ("", table.BEGIN, f"{table.END}\n{table.BEGIN}", document + document):
-        with pytest.raises(ConfigError, match="must have the lines"):
-            table.replaced(without, "new\n")
 
 
 def test_the_readme_has_the_table_of_the_expectations_files() -> None:

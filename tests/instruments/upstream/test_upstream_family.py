@@ -66,27 +66,3 @@ def test_all_that_was_started_ends_and_leaves_no_shared_memory(
     assert leader.returncode == -9
     assert not (Path("/dev/shm") / name).exists()
     assert stranger.poll() is None
-
-
-def test_a_shell_is_killed_before_its_child(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If the child died first, the shell would go on to its next command."""
-    leader = subprocess.Popen(
-        ["sh", "-c", "sleep 600 & echo $!; wait; sleep 600"],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert leader.stdout is not None
-    child = int(leader.stdout.readline())
-    killed: list[int] = []
-    kill = psutil.Process.kill
-
-    def noted(one: psutil.Process) -> None:
-        killed.append(one.pid)
-        kill(one)
-
-    monkeypatch.setattr(psutil.Process, "kill", noted)
-    family.end(leader, tmp_path)
-    assert killed[:2] == [leader.pid, child]

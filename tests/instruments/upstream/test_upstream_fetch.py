@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
-import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm import compat
 from tests.upstream import fetch
 from tests.upstream.fetch import FetchError, UnreachableError
@@ -96,28 +93,3 @@ def test_without_a_network_the_error_says_what_to_do(
     ) as caught:
         fetch.tree(VERSION, tmp_path / "cache", index)
     assert "secret" not in str(caught.value)
-
-
-def test_a_version_that_we_have_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = iter(["0.32.0", "0.1.0", ""])
-    monkeypatch.setattr(fetch, "installed_version", lambda: next(installed))
-    assert fetch.supported_version() == "0.32.0"
-    for named in ("vLLM 0.1.0 is installed", "(none)"):
-        with pytest.raises(UnsupportedError, match=re.escape(named)):
-            fetch.supported_version()
-
-
-def test_the_index_is_the_one_of_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked of pip itself: variables win over files, `download` over `global`."""
-    for name in [name for name in os.environ if name.startswith("PIP_")]:
-        monkeypatch.delenv(name)
-    sections = ("global", "download", "install")
-    text = "".join(f"[{one}]\nindex-url = https://{one}.example/\n" for one in sections)
-    (tmp_path / "pip.conf").write_text(text)
-    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
-    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://one.example/ https://two.example/")
-    monkeypatch.setenv("PIP_PROXY", "http://proxy.example:3128")
-    options = fetch.pip_options()
-    assert options["index-url"] == "https://download.example/"
-    assert options["extra-index-url"].split() == ["https://one.example/", "https://two.example/"]
-    assert options["proxy"] == "http://proxy.example:3128"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pickle
 import subprocess
 import sys
 import types
@@ -17,8 +16,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.upstream import breaks, settings
-from tests.upstream.adapt import cpu_device, modular_kernels, moe_layer, other_exchanges, ranks
-from tests.upstream.groups import all_groups
+from tests.upstream.adapt import modular_kernels, moe_layer, other_exchanges, ranks
 from tests.upstream.run import HERE
 
 
@@ -34,97 +32,6 @@ def test_every_rank_sits_on_a_device_that_exists(world_size: int, gpus: int) -> 
         assert max(per_device) - min(per_device) <= 1
     if gpus == 0 or gpus >= world_size:
         assert {seat.node for seat in seats} == {0}
-
-
-CALLS: list[str] = []
-
-
-def prepare() -> None:
-    """Before anything of the test is read."""
-    CALLS.append("prepared")
-
-
-def work(*arguments: Any) -> tuple[Any, ...]:
-    """A rank's."""
-    CALLS.append("worked")
-    return arguments
-
-
-def read() -> None:
-    """What reading an argument does: it imports the test's module."""
-    CALLS.append("read")
-
-
-class Argument:
-    """A rank's."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return read, ()
-
-
-def test_a_rank_that_shares_a_gpu_is_prepared_before_its_arguments_are_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Pickled, as what a process is told is; sharing asks for a seat and for an environment."""
-    monkeypatch.setattr(ranks, "_setups", [])
-    monkeypatch.setattr(ranks, "gloo_for_nccl", lambda: CALLS.append("gloo"))
-    monkeypatch.setattr(
-        "vllm.distributed.parallel_state.set_custom_all_reduce", lambda _: CALLS.append("plain")
-    )
-    for name in ranks.SHARING_ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
-    CALLS.clear()
-    monkeypatch.setenv(settings.GPUS, "1")
-    ranks.in_every_rank(prepare)
-    monkeypatch.setenv("OF_THE_TEST", "set before the rank was started")
-    pickled = pickle.dumps((ranks._Rank(work, 2, True), Argument()))
-    environment = dict(os.environ)
-    monkeypatch.delenv("OF_THE_TEST")
-    try:
-        begin, _ = pickle.loads(pickled)
-        assert begin(1, 2, 2, 0, "init") == (0, 2, 1, 1, "init")
-        now = dict(os.environ)
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
-    assert CALLS == ["gloo", "plain", "prepared", "read", "worked"]
-    now.pop("VLLM_DIST_IDENT")
-    environment.pop("VLLM_DIST_IDENT", None)
-    assert now == environment | ranks.SHARING_ENVIRONMENT
-
-
-def test_nccl_becomes_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    for name in ("init_process_group", "new_group"):
-        monkeypatch.setattr(torch.distributed, name, lambda *a, **n: asked.append((a, n)))
-    ranks.gloo_for_nccl()
-    torch.distributed.init_process_group("nccl", rank=1)
-    torch.distributed.init_process_group(backend="cpu:gloo,cuda:nccl", device_id="cuda:0")  # type: ignore[arg-type]
-    torch.distributed.new_group([0, 1], backend="gloo")
-    assert asked == [
-        (("gloo",), {"rank": 1}),
-        ((), {"backend": "gloo"}),
-        (([0, 1],), {"backend": "gloo"}),
-    ]
-
-
-@pytest.mark.parametrize("device", ["cuda", "cuda:3", 0, torch.device("cuda", 1)])
-def test_cuda_devices_are_the_cpu(device: Any) -> None:
-    assert cpu_device.on_cpu(device) == torch.device("cpu")
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta", None, True, torch.float32, torch.device("meta")])
-def test_other_device_arguments_stay(device: Any) -> None:
-    assert cpu_device.on_cpu(device) is device
-
-
-def test_factories_and_moves_take_cuda_for_the_cpu() -> None:
-    with cpu_device.CpuForCuda():
-        made = torch.ones(2, device="cuda")
-        moved = [made.to("cuda:1"), made.to(device=0), made.cuda(), made.to(torch.float64)]
-        module = torch.nn.Linear(2, 2, device="cuda").to("cuda")
-    assert {t.device.type for t in [made, *moved, module.weight]} == {"cpu"}
-    assert moved[-1].dtype == torch.float64
 
 
 # Ranks, of a launcher that starts them as vLLM's do.
@@ -253,13 +160,6 @@ def test_ranks_meet_and_those_that_fail_are_named(tmp_path: Any) -> None:
 # Adapters.
 
 
-def test_adapters_of_gpu_groups_can_be_imported_and_say_that_none_has_run() -> None:
-    names = {group.name for group in all_groups() if group.name.startswith("gpu-")}
-    assert len(names) >= 8
-    for module in (other_exchanges, ranks):
-        assert "NEVER RUN" in (module.__doc__ or ""), module.__name__
-
-
 def test_skip_marks_for_another_library_alone_are_dropped() -> None:
     def mark(reason: str) -> pytest.Mark:
         return pytest.mark.skipif(True, reason=reason).mark
@@ -291,7 +191,7 @@ def test_a_test_that_skips_itself_in_a_rank_is_skipped(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(ranks, "spawn", spawn)
     with pytest.raises(pytest.skip.Exception, match="rank 1 skips"):
-        other_exchanges.distributed_run(prepare, 2)
+        other_exchanges.distributed_run(print, 2)
 
 
 def test_ranks_have_rows_and_routes_of_their_own() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -212,18 +211,6 @@ def test_a_run_for_which_vllm_has_not_taken_our_platform_says_nothing(tmp_path: 
     (where.tree / "tests" / "conftest.py").write_text(CONFTEST.replace("if importlib", "if 1 or i"))
     without = replace(installed, plugin=False)
     assert run(where, without).differences == (words.format("taken"),)
-
-
-def test_gpus_are_hidden_from_runs_on_cpus_alone(tmp_path: Path) -> None:
-    where = toy_tree(tmp_path, {})
-    job = Job(toy_group(), ())
-    on_cpu = environment(where, job, tmp_path)
-    assert on_cpu["CUDA_VISIBLE_DEVICES"] == ""
-    assert on_cpu["MOE_NVLINK_UPSTREAM_GPUS"] == "0"
-    on_gpu = environment(replace(where, gpus=2), job, tmp_path)
-    assert on_gpu.get("CUDA_VISIBLE_DEVICES") == os.environ.get("CUDA_VISIBLE_DEVICES")
-    assert "VLLM_CPU_KVCACHE_SPACE" not in on_gpu
-    assert on_gpu["MOE_NVLINK_UPSTREAM_GPUS"] == "2"
 
 
 def test_a_break_reaches_the_run_with_the_plugin_alone(tmp_path: Path) -> None:
