@@ -163,7 +163,7 @@ class Rounds:
         if self.padded:
             generator = torch.Generator().manual_seed(number)
             padding = [torch.rand(len(mine.topk_ids), generator=generator) < 0.3 for mine in inputs]
-        return _Drawn(case, inputs, padding)
+        return _Drawn(case, inputs, padding, _counted(case, number))
 
     def _seen(self, drawn: list[_Drawn], group: Group, device: torch.device) -> list[Seen]:
         config = self.case.config(group.rank)
@@ -216,15 +216,24 @@ class Rounds:
             max_tokens=drawn.case.capacity,
             active_ranks=self.case.mask(rank, device),
             is_padding=padding,
+            expert_counts=None if drawn.counts is None else drawn.counts[rank].to(device),
         )
 
 
 class _Drawn(NamedTuple):
-    """One round's case, with its bound as capacity, and inputs and padding of all ranks."""
+    """One round's case, with its bound as capacity, and what all ranks give dispatch.
+
+    Attributes:
+        case: with its bound as capacity.
+        inputs: of each rank.
+        padding: of each rank; None: no token is padding.
+        counts: what each rank's caller has counted; None: dispatch counts, if anyone.
+    """
 
     case: Case
     inputs: list[Inputs]
     padding: list[torch.Tensor] | None
+    counts: list[torch.Tensor] | None
 
     def as_they_travel(self) -> list[Inputs]:
         """Return the inputs with the ids by which tokens travel: padding has none."""
@@ -249,6 +258,18 @@ def _compare(
         hidden = compare.received_activations(case, everyones, rank)
     mine = cases.among_active(case, inputs)[rank]
     compare.check_combined_by(case, mine, rank, seen, hidden)
+    if case.num_expert_counts:
+        compare.check_counts_by(case, inputs, rank, seen, drawn.counts)
+
+
+def _counted(case: Case, number: int) -> list[torch.Tensor] | None:
+    """Return words that the callers of odd rounds give as their counts."""
+    if not case.num_expert_counts or number % 2 == 0:
+        return None
+    generator = torch.Generator().manual_seed(number)
+    shape = (case.ep_size, case.num_expert_counts)
+    words = torch.randint(-(2**31), 2**31, shape, generator=generator)
+    return list(words.to(torch.int32))
 
 
 def _filled_up(inputs: Inputs, count: int) -> Inputs:

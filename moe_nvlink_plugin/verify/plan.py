@@ -13,6 +13,14 @@ from moe_nvlink_plugin.config import MAX_SMALL_TOKENS
 from .cases import COMBINE_FORMATS, RECIPES, Case, with_formats
 from .checks import Check, Head, Rounds
 
+#: The layout of scales that experts of a recipe read, beside the linear one.
+_LAYOUTS = {
+    "fp8_block": "column_major",
+    "fp8_token": "column_major",
+    "mxfp8": "interleaved",
+    "nvfp4": "interleaved",
+}
+
 #: Rows of the vocabulary for each rank of the head's check. The kernels know no other size of it.
 _VOCABULARY = 1024
 
@@ -102,6 +110,15 @@ def _formats(large: Case, small: Case) -> Iterator[Rounds]:
         for case in (large, small):
             formatted = with_formats(case, recipe, back)
             yield Rounds(name=formatted.name, case=formatted, rounds=3)
+    for recipe in recipes:
+        layout = _LAYOUTS.get(recipe)
+        for case in (large, small) if layout else ():
+            formatted = with_formats(case, recipe)
+            yield Rounds(
+                name=f"{formatted.name}, {layout} scales",
+                case=dataclasses.replace(formatted, scales_layout=layout),
+                rounds=3,
+            )
 
 
 def _arguments(large: Case, small: Case) -> Iterator[Rounds]:
@@ -121,6 +138,12 @@ def _arguments(large: Case, small: Case) -> Iterator[Rounds]:
                 extras=((torch.uint8, (12,)), (torch.bfloat16, (6,)), (torch.int64, (1,))),
             ),
             rounds=4,
+        )
+        yield Rounds(
+            name=f"{case.name}, counts per expert",
+            case=dataclasses.replace(case, num_expert_counts=case.num_experts),
+            rounds=4,
+            padded=True,
         )
         if case.ep_size == 1:
             continue  # it cannot leave out itself

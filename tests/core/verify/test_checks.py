@@ -124,6 +124,18 @@ FAULTS = {
         "const bool keeps = true;",
         r"rank \d to rank \d: ids: first difference",
     ),
+    "scales in each other's rows": (
+        "large batches, nvfp4, interleaved scales",
+        "slot % 32 * 4 +",
+        "(slot ^ 1) % 32 * 4 +",
+        r"rank \d to rank \d: payload 2: first difference",
+    ),
+    "counts that are not cleared": (
+        "small batches, counts per expert",
+        "  store_relaxed_gpu(counter, 0);\n  return count;",
+        "  return count;",
+        r"round 2: .*: counts per expert on rank \d: first difference",
+    ),
     "a sum that is not scaled": (
         "large batches, ids elsewhere, padding, sums added to",
         "sum *= finish.scale;",
