@@ -24,7 +24,7 @@ from moe_nvlink_plugin.groups import Group
 from . import cases, compare
 from .cases import Case, Inputs, Seen
 
-#: The longest that a late rank sleeps before a verb, in seconds: longer than a round, far below any
+#: The longest that a late rank sleeps at one place, in seconds: longer than a round, far below any
 #: limit of a wait.
 _LATEST_S = 0.003
 
@@ -108,11 +108,14 @@ class Rounds:
         small_tokens: of the configuration; None: all rounds or none, as the case says.
         bounds: of the rounds in turn (max_tokens of dispatch); (): the capacity.
         beside: by the verbs that run beside their caller.
-        late: each rank sleeps before some of its verbs.
+        late: each rank sleeps before some of its verbs, and before it reads what has arrived. One
+            rank, which has no tokens and so nobody's rows to wait for, goes ahead.
         loaded: something else keeps the device busy.
         captured: the rounds are replays of one CUDA graph.
         pdl: False: without programmatic dependent launch.
         padded: some tokens are padding.
+        leaves_at: the first round without the ranks that the case leaves out; 0: all rounds are.
+            In the round before only they have tokens, which they still fetch when the others go on.
     """
 
     name: str
@@ -126,6 +129,7 @@ class Rounds:
     captured: bool = False
     pdl: bool = True
     padded: bool = False
+    leaves_at: int = 0
 
     def run(self, group: Group, device: torch.device) -> list[str]:
         """Run the rounds and compare. Collective; as Check.run."""
@@ -155,8 +159,16 @@ class Rounds:
         routing = "to one rank" if is_full else self.case.routing
         case = dataclasses.replace(self.case, capacity=bound, name=self.name, routing=routing)
         most = [min(tokens, bound) for tokens in case.tokens]
-        tokens = tuple(most if is_full else [draw.randint(0, limit) for limit in most])
-        inputs = cases.make_inputs(case, tokens, seed=draw.randrange(2**16))
+        tokens = most if is_full else [draw.randint(0, limit) for limit in most]
+        if self.late and not is_full and case.ep_size > 1:
+            # Where rank 0's slice begins, each bound has slots of ranks that still read.
+            tokens[0 if number % 2 else draw.randrange(case.ep_size)] = 0
+        if number < self.leaves_at:
+            case = dataclasses.replace(case, left_out=())
+        if number == self.leaves_at - 1:
+            leavers = self.case.left_out
+            tokens = [most[rank] if rank in leavers else 0 for rank in range(case.ep_size)]
+        inputs = cases.make_inputs(case, tuple(tokens), seed=draw.randrange(2**16))
         if self.captured:
             inputs = [_filled_up(mine, bound) for mine in inputs]
         padding = None
@@ -203,6 +215,14 @@ class Rounds:
     ) -> Seen:
         rank = exchange.config.ep_rank
         padding = None if drawn.padding is None else drawn.padding[rank].to(device)
+        before, arrived = (lambda: None), between
+        if self.late:
+            before = sleep = _sleeper(rank, number)
+
+            def arrived() -> None:
+                between()
+                sleep()
+
         return cases.run_round(
             exchange,
             drawn.inputs[rank].to(device),
@@ -210,11 +230,11 @@ class Rounds:
             add=self.case.add,
             scale=self.case.scale,
             beside=self.beside,
-            before=_sleeper(rank, number) if self.late else lambda: None,
-            between=between,
+            before=before,
+            between=arrived,
             channel=number % self.case.num_channels,
             max_tokens=drawn.case.capacity,
-            active_ranks=self.case.mask(rank, device),
+            active_ranks=drawn.case.mask(rank, device),
             is_padding=padding,
             expert_counts=None if drawn.counts is None else drawn.counts[rank].to(device),
         )
@@ -286,7 +306,7 @@ def _filled_up(inputs: Inputs, count: int) -> Inputs:
 
 
 def _sleeper(rank: int, number: int) -> Callable[[], None]:
-    """Return what makes this rank late before some verbs."""
+    """Return what makes this rank late at some places."""
     draw = random.Random(1000 * number + rank)
 
     def sleep() -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 
 from moe_nvlink_plugin import HeadConfig
-from moe_nvlink_plugin.config import MAX_SMALL_TOKENS
 
 from .cases import COMBINE_FORMATS, RECIPES, Case, with_formats
 from .checks import Check, Head, Rounds
@@ -20,6 +19,11 @@ _LAYOUTS = {
     "mxfp8": "interleaved",
     "nvfp4": "interleaved",
 }
+
+#: The most tokens of a rank in small batches.
+_SMALL_TOKENS = 16
+
+_MIXED = "large and small in turn"
 
 #: Rows of the vocabulary for each rank of the head's check. The kernels know no other size of it.
 _VOCABULARY = 1024
@@ -67,24 +71,25 @@ class Geometry:
 def plan(geometry: Geometry, device: torch.device, *, quick: bool) -> list[Check]:
     """Return the checks, the quickest sign of trouble first. Local; equal on every rank."""
     large = geometry.case("large batches", geometry.max_tokens, device)
-    tokens = min(16, geometry.max_tokens, MAX_SMALL_TOKENS)
+    tokens = min(_SMALL_TOKENS, geometry.max_tokens)
     small = dataclasses.replace(geometry.case("small batches", tokens, device), small=True)
     checks = [
         Rounds(name="large batches", case=large, rounds=6),
         Rounds(name="small batches", case=small, rounds=12),
-        Rounds(
-            name="large and small in turn",
-            case=large,
-            rounds=12,
-            small_tokens=tokens,
-            bounds=(geometry.max_tokens, tokens, max(tokens // 2, 1)),
-        ),
+        _mixed(large),
     ]
     if device.type == "cuda":
         checks += _on_gpus(large, small)
     if not quick:
         checks += [*_formats(large, small), *_arguments(large, small), *_ways(large, small)]
     return [*checks, *_heads(geometry)]
+
+
+def _mixed(large: Case) -> Rounds:
+    """Return rounds of both kinds of kernels, if max_tokens is above 1."""
+    most = min(_SMALL_TOKENS, max(large.capacity // 2, 1))
+    bounds = (large.capacity, most, max(most // 2, 1))
+    return Rounds(name=_MIXED, case=large, rounds=12, small_tokens=most, bounds=bounds)
 
 
 def _on_gpus(large: Case, small: Case) -> Iterator[Rounds]:
@@ -147,11 +152,9 @@ def _arguments(large: Case, small: Case) -> Iterator[Rounds]:
         )
         if case.ep_size == 1:
             continue  # it cannot leave out itself
-        yield Rounds(
-            name=f"{case.name}, one rank left out",
-            case=dataclasses.replace(case, left_out=(case.ep_size - 1,)),
-            rounds=4,
-        )
+        left_out = dataclasses.replace(case, left_out=(case.ep_size - 1,))
+        yield Rounds(name=f"{case.name}, one rank left out", case=left_out, rounds=4)
+        yield Rounds(name=f"{case.name}, one rank leaves", case=left_out, rounds=6, leaves_at=3)
 
 
 def _ways(large: Case, small: Case) -> Iterator[Rounds]:
@@ -163,8 +166,10 @@ def _ways(large: Case, small: Case) -> Iterator[Rounds]:
             rounds=9,
         )
         yield Rounds(name=f"{case.name}, beside the caller", case=case, rounds=6, beside=True)
-        yield Rounds(name=f"{case.name}, late ranks", case=case, rounds=20, late=True)
+        counted = dataclasses.replace(case, num_expert_counts=case.num_experts)
+        yield Rounds(name=f"{case.name}, late ranks", case=counted, rounds=20, late=True)
         yield Rounds(name=f"{case.name}, busy device", case=case, rounds=10, loaded=True)
+    yield dataclasses.replace(_mixed(large), name=_MIXED + ", late ranks", rounds=36, late=True)
 
 
 def _heads(geometry: Geometry) -> Iterator[Head]:

@@ -15,10 +15,11 @@ from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.lm_head.kernels import HEAD
 from moe_nvlink_plugin.memory.layout import WorkspaceLayout
 from moe_nvlink_plugin.testing import run_ranks
+from moe_nvlink_plugin.verify import checks
 from moe_nvlink_plugin.verify.cases import RECIPES
 from moe_nvlink_plugin.verify.checks import Check, Head, Rounds
 from moe_nvlink_plugin.verify.plan import Geometry, plan, unsuited
-from tests.support.delays import replace_once
+from tests.support.delays import replace_once, slow_reader
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(
@@ -162,6 +163,27 @@ def test_a_fault_is_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     timeout_s = 1.0 if "Timeout" in said else 60.0
     wrong = outcomes(named(name, timeout_s=timeout_s))
     assert any(re.search(said, message) for message in wrong), wrong
+
+
+WAIT = "  while (!has_reached(seen = load_acquire_sys(cell), epoch, most_ahead)) {"
+
+
+@pytest.mark.parametrize(
+    ("name", "slow_ms"),
+    [("large and small in turn, late ranks", 0.0), ("large batches, one rank leaves", 200.0)],
+    ids=["P12", "P14"],
+)
+def test_a_wait_that_is_left_out_is_noticed(
+    name: str, slow_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P12: a rank stores over what another one has yet to read. P14: its experts write over rows
+    that the rank that leaves has yet to fetch, which is slow here.
+    """
+    monkeypatch.setattr(checks, "_LATEST_S", 0.1)
+    text = replace_once(LAYER.host_source(), WAIT, "  while (false) {")
+    library = slow_reader(GEOMETRY.ep_size - 1, slow_ms, text)
+    monkeypatch.setattr(host, "load", lambda _text: library)
+    assert any(outcomes(named(name, timeout_s=5.0)))
 
 
 def test_a_fault_of_the_head_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
