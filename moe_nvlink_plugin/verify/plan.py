@@ -23,6 +23,9 @@ _LAYOUTS = {
 #: The most tokens of a rank in small batches.
 _SMALL_TOKENS = 16
 
+#: Ids of a slice: more than three pieces of mark_empty_slots, whose CTAs have at most 1024 threads.
+_MANY_IDS = 3 * 16 * 1024
+
 _MIXED = "large and small in turn"
 
 #: Rows of the vocabulary for each rank of the head's check. The kernels know no other size of it.
@@ -81,7 +84,8 @@ def plan(geometry: Geometry, device: torch.device, *, quick: bool) -> list[Check
     if device.type == "cuda":
         checks += _on_gpus(large, small)
     if not quick:
-        checks += [*_formats(large, small), *_arguments(large, small), *_ways(large, small)]
+        checks += [*_formats(large, small), *_arguments(large, small), _many_slots(large)]
+        checks += _ways(large, small)
     return [*checks, *_heads(geometry)]
 
 
@@ -155,6 +159,18 @@ def _arguments(large: Case, small: Case) -> Iterator[Rounds]:
         left_out = dataclasses.replace(case, left_out=(case.ep_size - 1,))
         yield Rounds(name=f"{case.name}, one rank left out", case=left_out, rounds=4)
         yield Rounds(name=f"{case.name}, one rank leaves", case=left_out, rounds=6, leaves_at=3)
+
+
+def _many_slots(large: Case) -> Rounds:
+    """Return rounds whose empty slots the kernels mark in several pieces, on a GPU too."""
+    case = dataclasses.replace(
+        large,
+        capacity=max(large.capacity, -(-_MANY_IDS // large.top_k)),
+        hidden_size=min(large.hidden_size, 32),
+        tokens=tuple(min(tokens, _SMALL_TOKENS) for tokens in large.tokens),
+        received_ids="local",
+    )
+    return Rounds(name="few tokens, many empty slots", case=case, rounds=3)
 
 
 def _ways(large: Case, small: Case) -> Iterator[Rounds]:

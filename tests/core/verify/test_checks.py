@@ -119,6 +119,12 @@ FAULTS = {
         "int word = filled + 1 + column",
         r"rank \d to rank \d: ids of empty slots",
     ),
+    "slots after the first piece that are not marked empty": (
+        "few tokens, many empty slots",
+        "if (filled >= end) continue;",
+        "if (filled >= end || start >= 16384) continue;",
+        r"rank \d to rank \d: ids of empty slots",
+    ),
     "an id that is not here": (
         "small batches, local ids, extra payloads",
         "const bool keeps = received.keeps(args, id);",
