@@ -13,6 +13,7 @@ import io
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -99,8 +100,7 @@ def main(options: Options) -> int:
     launched = env.launched()
     if launched is None:
         return _start_ranks(options)
-    device = torch.device(kind, launched.local_rank or 0) if kind == "cuda" else torch.device(kind)
-    return _rank(options, launched.rank, launched.world_size, device, "env://")
+    return _start_own_rank(options, launched)
 
 
 def _check_writable(file: Path) -> None:
@@ -126,7 +126,9 @@ def _start_ranks(options: Options) -> int:
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{folder}/store"
         processes = [
-            context.Process(target=_child, args=(options, rank, ranks, gpus, meeting))
+            context.Process(
+                target=_child, args=(options, rank, ranks, rank % gpus if gpus else None, meeting)
+            )
             for rank in range(ranks)
         ]
         try:
@@ -147,6 +149,41 @@ def _start_ranks(options: Options) -> int:
     return 0 if not any(codes) else 1
 
 
+def _start_own_rank(options: Options, launched: env.Launched) -> int:
+    """Run a launcher's rank in a process of its own, whose death this one tells."""
+    rank = launched.rank
+    gpu = (launched.local_rank or 0) if options.device == "cuda" else None
+    process = multiprocessing.get_context("spawn").Process(
+        target=_child, args=(options, rank, launched.world_size, gpu, "env://")
+    )
+    # Rank 0 has the verdict; others write where a launcher's own words go.
+    output = sys.stderr if rank else sys.stdout
+
+    def ended(signal_number: int, _frame: object) -> None:
+        # A launcher ends all ranks when the first has ended in error.
+        process.kill()
+        name = signal.Signals(signal_number).name
+        print(f"verify: FAILED: {name} has ended rank {rank}", file=output, flush=True)
+        os._exit(1)
+
+    process.start()
+    signal.signal(signal.SIGTERM, ended)
+    try:
+        process.join()
+    except KeyboardInterrupt:
+        process.kill()
+        print("verify: interrupted", file=output, flush=True)
+        return 130
+    code = process.exitcode
+    if code not in (0, 1):
+        print(
+            f"verify: FAILED: processes ended early, exit status of rank {rank}: {code}",
+            file=output,
+            flush=True,
+        )
+    return 0 if code == 0 else 1
+
+
 def _join(processes: Sequence[SpawnProcess], after_first_s: float) -> None:
     """Wait until all have ended. Kill what still runs so many seconds after the first end.
 
@@ -162,9 +199,10 @@ def _join(processes: Sequence[SpawnProcess], after_first_s: float) -> None:
         process.join()
 
 
-def _child(options: Options, rank: int, ranks: int, gpus: int, meeting: str) -> None:
+def _child(options: Options, rank: int, ranks: int, gpu: int | None, meeting: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
+    faulthandler.enable()  # a crash says in which call
+    device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     try:
         code = _rank(options, rank, ranks, device, meeting)

@@ -38,6 +38,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     recipe: str | None = None
     combine: str = "bf16"
+    combine_scale: float = 1.0  # of combine's format fp8_tensor
     routing: str = "distinct"
     ids_dtype: torch.dtype = torch.int32
     extras: tuple[Extra, ...] = ()
@@ -82,6 +83,7 @@ class Case:
             dtype=self.dtype,
             recipe=self.recipe,
             combine=self.combine,
+            combine_scale=self.combine_scale,
             timeout_s=self.timeout_s,
             num_channels=self.num_channels,
             num_threads=self.num_threads,

@@ -249,7 +249,7 @@ def expected_combined(
         rows = cases.activations(config, *cases.quantised(config, inputs.hidden_states))
         hidden = [rows] * case.ep_size
     partial_rows = _partial_rows(case, inputs, ep_rank, hidden)
-    back = combine_formats.combine_format(case.combine)
+    back = combine_formats.combine_format(case.combine, case.combine_scale)
     if back is not None:
         partial_rows = [back.dequantise(back.quantise(rows)) for rows in partial_rows]
     added = cases.added_rows(inputs.hidden_states, case.add)

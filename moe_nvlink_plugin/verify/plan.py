@@ -8,9 +8,13 @@ from collections.abc import Iterator
 import torch
 
 from moe_nvlink_plugin import HeadConfig
+from moe_nvlink_plugin.config import ACTIVATION_DTYPES
 
-from .cases import COMBINE_FORMATS, RECIPES, Case, with_formats
+from .cases import ADDS, COMBINE_FORMATS, RECIPES, Case, with_formats
 from .checks import Check, Head, Rounds
+
+#: The scale of combine's format fp8_tensor.
+_COMBINE_SCALE = 0.375
 
 #: The layout of scales that experts of a recipe read, beside the linear one.
 _LAYOUTS = {
@@ -118,7 +122,10 @@ def _formats(large: Case, small: Case) -> Iterator[Rounds]:
     for recipe, back in [*pairs, *((None, back) for back in backs[1:])]:
         for case in (large, small):
             formatted = with_formats(case, recipe, back)
-            yield Rounds(name=formatted.name, case=formatted, rounds=3)
+            if back == "fp8_tensor":
+                formatted = dataclasses.replace(formatted, combine_scale=_COMBINE_SCALE)
+            is_quantised = recipe is not None
+            yield Rounds(name=formatted.name, case=formatted, rounds=3, quantised=is_quantised)
     for recipe in recipes:
         layout = _LAYOUTS.get(recipe)
         for case in (large, small) if layout else ():
@@ -127,7 +134,12 @@ def _formats(large: Case, small: Case) -> Iterator[Rounds]:
                 name=f"{formatted.name}, {layout} scales",
                 case=dataclasses.replace(formatted, scales_layout=layout),
                 rounds=3,
+                quantised=True,
             )
+    for dtype in ACTIVATION_DTYPES:
+        for case in (large, small) if dtype is not large.dtype else ():
+            name = f"{case.name}, {str(dtype).removeprefix('torch.')}"
+            yield Rounds(name=name, case=dataclasses.replace(case, dtype=dtype), rounds=3)
 
 
 def _arguments(large: Case, small: Case) -> Iterator[Rounds]:
@@ -135,15 +147,18 @@ def _arguments(large: Case, small: Case) -> Iterator[Rounds]:
     for case in (large, small):
         yield Rounds(
             name=f"{case.name}, ids elsewhere, padding, sums added to",
-            case=dataclasses.replace(case, received_ids="elsewhere", add="apart", scale=2.5),
-            rounds=4,
+            case=dataclasses.replace(case, received_ids="elsewhere", scale=2.5),
+            rounds=6,
             padded=True,
+            adds=ADDS[1:],
         )
         yield Rounds(
-            name=f"{case.name}, local ids, extra payloads",
+            name=f"{case.name}, local ids of 64 bits, extra payloads",
             case=dataclasses.replace(
                 case,
                 received_ids="local",
+                routing="wrapping",
+                ids_dtype=torch.int64,
                 extras=((torch.uint8, (12,)), (torch.bfloat16, (6,)), (torch.int64, (1,))),
             ),
             rounds=4,
@@ -182,6 +197,9 @@ def _ways(large: Case, small: Case) -> Iterator[Rounds]:
             rounds=9,
         )
         yield Rounds(name=f"{case.name}, beside the caller", case=case, rounds=6, beside=True)
+        if case.num_threads == 1:  # on a CPU
+            threads = dataclasses.replace(case, num_threads=3)
+            yield Rounds(name=f"{case.name}, 3 threads a rank", case=threads, rounds=6)
         counted = dataclasses.replace(case, num_expert_counts=case.num_experts)
         yield Rounds(name=f"{case.name}, late ranks", case=counted, rounds=20, late=True)
         yield Rounds(name=f"{case.name}, busy device", case=case, rounds=10, loaded=True)

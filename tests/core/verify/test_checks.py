@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_nvlink_plugin.exchange import checks as exchange_checks
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.lm_head.kernels import HEAD
@@ -114,7 +115,7 @@ FAULTS = {
         r"rank \d to rank \d: payload 2: first difference",
     ),
     "slots that are not marked empty": (
-        "small batches, local ids, extra payloads",
+        "small batches, local ids of 64 bits, extra payloads",
         "int word = filled + column",
         "int word = filled + 1 + column",
         r"rank \d to rank \d: ids of empty slots",
@@ -126,7 +127,7 @@ FAULTS = {
         r"rank \d to rank \d: ids of empty slots",
     ),
     "an id that is not here": (
-        "small batches, local ids, extra payloads",
+        "small batches, local ids of 64 bits, extra payloads",
         "const bool keeps = received.keeps(args, id);",
         "const bool keeps = true;",
         r"rank \d to rank \d: ids: first difference",
@@ -142,6 +143,38 @@ FAULTS = {
         "  store_relaxed_gpu(counter, 0);\n  return count;",
         "  return count;",
         r"round 2: .*: counts per expert on rank \d: first difference",
+    ),
+    "scales of the caller in each other's rows": (
+        "large batches, fp8_block",
+        "static_cast<uint64_t>(row) * payload.row_bytes);\n      present = place + 1;",
+        "static_cast<uint64_t>(row ^ (payload.row_bytes == 12)) * payload.row_bytes);\n"
+        "      present = place + 1;",
+        r"round 1: .*: rank \d to rank \d: payload 2: first difference",
+    ),
+    "rows that travel back under another scale": (
+        "large batches, fp8_tensor, fp8_tensor back",
+        "return (x + x * 0.0f) * factor;",
+        "return x + x * 0.0f;",
+        r"combined on rank \d: first difference",
+    ),
+    "rows that are written before they are added": (
+        "large batches, ids elsewhere, padding, sums added to",
+        "    char* output = work.output + element * kBytes;\n",
+        "    char* output = work.output + element * kBytes;\n"
+        "    if (element < last) *output = 0;\n",
+        r"round 1: .*combined on rank \d: first difference",
+    ),
+    "tokens that several CTAs send": (
+        "large batches, 3 threads a rank",
+        "token += cta.num_blocks) {\n    TokenRoute& route",
+        "token += 1) {\n    TokenRoute& route",
+        r"rows instead of",
+    ),
+    "halves that are cut off": (
+        "large batches, float16",
+        "0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13",
+        "0x38000000u) >> 13",
+        r"combined on rank \d: first difference",
     ),
     "a sum that is not scaled": (
         "large batches, ids elsewhere, padding, sums added to",
@@ -169,6 +202,12 @@ def test_a_fault_is_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     timeout_s = 1.0 if "Timeout" in said else 60.0
     wrong = outcomes(named(name, timeout_s=timeout_s))
     assert any(re.search(said, message) for message in wrong), wrong
+
+
+def test_wide_ids_that_are_cut_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_checks, "ids_as_int32", lambda ids, _number: ids.to(torch.int32))
+    wrong = outcomes(named("small batches, local ids of 64 bits, extra payloads"))
+    assert any("rows instead of" in message for message in wrong), wrong
 
 
 WAIT = "  while (!has_reached(seen = load_acquire_sys(cell), epoch, most_ahead)) {"
