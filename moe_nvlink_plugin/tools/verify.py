@@ -308,11 +308,7 @@ def _title(geometry: Geometry, device: torch.device) -> str:
         f"top {geometry.top_k}, rows of {geometry.hidden_size}"
     )
     out = ", ".join(unsuited(geometry))
-    return (
-        f"{title}\n  left out, because rows are no multiple of their blocks: {out}"
-        if out
-        else title
-    )
+    return f"{title}\n  left out, because such rows do not suit: {out}" if out else title
 
 
 def _as_text(outcome: Outcome) -> str:

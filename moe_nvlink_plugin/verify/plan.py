@@ -10,11 +10,13 @@ import torch
 from moe_nvlink_plugin import HeadConfig
 from moe_nvlink_plugin.config import ACTIVATION_DTYPES
 
-from .cases import ADDS, COMBINE_FORMATS, RECIPES, Case, with_formats
+from .cases import ADDS, COMBINE_FORMATS, RECIPES, Case, is_small, with_formats
 from .checks import Check, Head, Rounds
 
 #: The scale of combine's format fp8_tensor.
 _COMBINE_SCALE = 0.375
+
+CPU = torch.device("cpu")
 
 #: The layout of scales that experts of a recipe read, beside the linear one.
 _LAYOUTS = {
@@ -107,10 +109,24 @@ def _on_gpus(large: Case, small: Case) -> Iterator[Rounds]:
 
 
 def unsuited(geometry: Geometry) -> list[str]:
-    """Return the formats whose blocks do not divide a row of the geometry, which no check has."""
+    """Return what no check has, because rows of the geometry do not suit it.
+
+    That are formats whose blocks do not divide a row, and kernels for small batches, which take
+    whole words: their rounds run the kernels for large ones.
+    """
     blocks = {f"recipe {name}": block for name, block in RECIPES.items()}
     blocks |= {f"combine {name}": block for name, block in COMBINE_FORMATS.items()}
-    return [name for name, block in blocks.items() if geometry.hidden_size % block]
+    left_out = [name for name, block in blocks.items() if geometry.hidden_size % block]
+    tokens = min(_SMALL_TOKENS, geometry.max_tokens)
+    small = dataclasses.replace(geometry.case("small batches", tokens, CPU), small=True)
+    if not is_small(small.config(0), "combine"):
+        left_out.append("small combine")
+    for recipe in (None, *RECIPES):
+        if recipe is not None and geometry.hidden_size % RECIPES[recipe]:
+            continue
+        if not is_small(with_formats(small, recipe).config(0)):
+            left_out.append(f"small dispatch of {recipe or 'unquantised rows'}")
+    return left_out
 
 
 def _formats(large: Case, small: Case) -> Iterator[Rounds]:

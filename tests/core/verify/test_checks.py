@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.exchange import checks as exchange_checks
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
@@ -77,7 +78,17 @@ def test_every_recipe_is_in_the_plan() -> None:
         check.case.recipe for check in plan(odd, CPU, quick=False) if isinstance(check, Rounds)
     }
     assert recipes == {None, *RECIPES} - {"fp8_block", "fp8_block_pow2"}
-    assert unsuited(odd) == ["recipe fp8_block", "recipe fp8_block_pow2", "combine fp8_block"]
+    blocks = ["recipe fp8_block", "recipe fp8_block_pow2", "combine fp8_block"]
+    assert unsuited(odd) == [*blocks, "small dispatch of mxfp8", "small dispatch of nvfp4"]
+
+
+def test_small_kernels_that_rows_do_not_suit_are_named() -> None:
+    """Their rounds run the others."""
+    odd = dataclasses.replace(GEOMETRY, hidden_size=385)
+    out = unsuited(odd)
+    assert "small combine" in out
+    assert "small dispatch of unquantised rows" in out
+    assert unsuited(GEOMETRY) == []
 
 
 #: What is planted -> the check, the line of the kernels, what stands there instead, and what the
@@ -144,31 +155,27 @@ FAULTS = {
         "  return count;",
         r"round 2: .*: counts per expert on rank \d: first difference",
     ),
-    "scales of the caller in each other's rows": (
-        "large batches, fp8_block",
-        "static_cast<uint64_t>(row) * payload.row_bytes);\n      present = place + 1;",
-        "static_cast<uint64_t>(row ^ (payload.row_bytes == 12)) * payload.row_bytes);\n"
-        "      present = place + 1;",
-        r"round 1: .*: rank \d to rank \d: payload 2: first difference",
-    ),
     "rows that travel back under another scale": (
         "large batches, fp8_tensor, fp8_tensor back",
         "return (x + x * 0.0f) * factor;",
         "return x + x * 0.0f;",
         r"combined on rank \d: first difference",
     ),
-    "rows that are written before they are added": (
+    "rows that are not added in place": (
         "large batches, ids elsewhere, padding, sums added to",
-        "    char* output = work.output + element * kBytes;\n",
-        "    char* output = work.output + element * kBytes;\n"
-        "    if (element < last) *output = 0;\n",
+        "  const char* added = finish.added_to(target.output);\n",
+        "  const char* added = finish.added_to(target.output);\n"
+        "  if (added == target.output) added = nullptr;\n",
         r"round 1: .*combined on rank \d: first difference",
     ),
-    "tokens that several CTAs send": (
+    "empty slots that the second CTA does not mark": (
         "large batches, 3 threads a rank",
-        "token += cta.num_blocks) {\n    TokenRoute& route",
-        "token += 1) {\n    TokenRoute& route",
-        r"rows instead of",
+        "for (int piece = shared.finisher; piece < num_pieces; piece += num_finishers(cta)) {\n"
+        "    const int source = piece % geometry.ep_size;\n    const int filled",
+        "for (int piece = shared.finisher == 1 ? num_pieces : shared.finisher;\n"
+        "       piece < num_pieces; piece += num_finishers(cta)) {\n"
+        "    const int source = piece % geometry.ep_size;\n    const int filled",
+        r"rank \d to rank \d: ids of empty slots",
     ),
     "halves that are cut off": (
         "large batches, float16",
@@ -208,6 +215,17 @@ def test_wide_ids_that_are_cut_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(exchange_checks, "ids_as_int32", lambda ids, _number: ids.to(torch.int32))
     wrong = outcomes(named("small batches, local ids of 64 bits, extra payloads"))
     assert any("rows instead of" in message for message in wrong), wrong
+
+
+def test_scales_of_the_caller_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatch = MoeAllToAll.dispatch
+
+    def turned(self: MoeAllToAll, *given: Any, scales: Any = None, **named: Any) -> Any:
+        return dispatch(self, *given, scales=None if scales is None else scales.flip(0), **named)
+
+    monkeypatch.setattr(MoeAllToAll, "dispatch", turned)
+    wrong = outcomes(named("small batches, mxfp8"))
+    assert any("round 1" in message and "payload 2" in message for message in wrong), wrong
 
 
 WAIT = "  while (!has_reached(seen = load_acquire_sys(cell), epoch, most_ahead)) {"
