@@ -31,12 +31,13 @@ from moe_nvlink_plugin import env
 from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError, PeerError
 from moe_nvlink_plugin.groups import Group, as_group, refuse_differences
 from moe_nvlink_plugin.verify import table
-from moe_nvlink_plugin.verify.checks import Check
+from moe_nvlink_plugin.verify.checks import Check, is_mismatch
 from moe_nvlink_plugin.verify.plan import Geometry, plan, unsuited
 
 from .shipped import own_version
 
-#: A process that still runs after so many seconds prints where it is, and ends.
+#: A process whose check or table takes so many seconds, beside two waits for other ranks, prints
+#: where it is, and ends.
 _LIMIT_S = 1200.0
 
 #: The ranks end within so many seconds beside their waits; rank 0 writes the report meanwhile.
@@ -95,9 +96,9 @@ def main(options: Options) -> int:
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU; ask moe-nvlink doctor why")
     options = dataclasses.replace(options, device=kind)
-    if options.output is not None:
-        _check_writable(options.output)
     launched = env.launched()
+    if options.output is not None and (launched is None or launched.rank == 0):
+        _check_writable(options.output)
     if launched is None:
         return _start_ranks(options)
     return _start_own_rank(options, launched)
@@ -224,7 +225,7 @@ def _end_with_parent() -> None:
 
 def _rank(options: Options, rank: int, ranks: int, device: torch.device, meeting: str) -> int:
     """Be one rank. Collective."""
-    faulthandler.dump_traceback_later(_LIMIT_S, exit=True)
+    _watch(options)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     limit = datetime.timedelta(seconds=max(60.0, 2 * options.timeout_s))
@@ -241,6 +242,11 @@ def _rank(options: Options, rank: int, ranks: int, device: torch.device, meeting
         dist.destroy_process_group()
 
 
+def _watch(options: Options) -> None:
+    """Begin the time anew after which this process ends."""
+    faulthandler.dump_traceback_later(_LIMIT_S + 2 * options.timeout_s, exit=True)
+
+
 def _verified(options: Options, group: Group, device: torch.device) -> int:
     """Run the checks and the table; rank 0 prints and writes."""
     own = dataclasses.replace(options, output=None)
@@ -254,9 +260,11 @@ def _verified(options: Options, group: Group, device: torch.device) -> int:
     lost = ""
     try:
         for check in plan(geometry, device, quick=options.quick):
+            _watch(options)
             outcomes.append(_outcome(check, group, device))
             say(_as_text(outcomes[-1]))
         if not options.quick and not any(any(outcome.wrong) for outcome in outcomes):
+            _watch(options)
             lines = _table(geometry, device)
             say(table.render(lines, device))
     except (MoeNvlinkError, RuntimeError) as error:  # torch raises RuntimeError
@@ -312,25 +320,37 @@ def _title(geometry: Geometry, device: torch.device) -> str:
 
 
 def _as_text(outcome: Outcome) -> str:
-    is_right = not any(outcome.wrong)
     line = (
-        f"  {'ok' if is_right else 'WRONG':5}  {outcome.name:56} {outcome.rounds:3} rounds"
+        f"  {_state(outcome):6} {outcome.name:56} {outcome.rounds:3} rounds"
         f" {outcome.seconds:6.1f} s"
     )
     wrong = [f"         rank {rank}: {error}" for rank, error in enumerate(outcome.wrong) if error]
     return "\n".join([line, *wrong])
 
 
+def _state(outcome: Outcome) -> str:
+    """Return "ok", "WRONG" if a bit differs, or "FAILED" if the rounds did not run to their end."""
+    if not any(outcome.wrong):
+        return "ok"
+    return "WRONG" if any(map(is_mismatch, outcome.wrong)) else "FAILED"
+
+
 def _verdict(
     outcomes: list[Outcome], lost: str, geometry: Geometry, device: torch.device
 ) -> tuple[str, int]:
     """Return the last line, and the exit code."""
-    wrong = [outcome.name for outcome in outcomes if any(outcome.wrong)]
+    wrong, failed = (
+        [outcome.name for outcome in outcomes if _state(outcome) == state]
+        for state in ("WRONG", "FAILED")
+    )
     where = f"{geometry.ep_size} {'CPU' if device.type == 'cpu' else 'GPU'} ranks"
     if lost:
         return f"verify: FAILED after {len(outcomes)} checks on {where}: {lost}", 1
     if wrong:
         return f"verify: WRONG on {where}, {len(wrong)} of {len(outcomes)}: {'; '.join(wrong)}", 1
+    if failed:
+        count = f"{len(failed)} of {len(outcomes)} did not end"
+        return f"verify: FAILED on {where}, {count}: {'; '.join(failed)}", 1
     rounds = sum(outcome.rounds for outcome in outcomes)
     return (
         f"verify: right: {len(outcomes)} checks, {rounds} rounds on {where}, every bit as the "

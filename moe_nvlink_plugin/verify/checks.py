@@ -1,6 +1,7 @@
 """Rounds of one configuration, held to the reference bit for bit on every rank.
 
-All rounds of a check run first, out of step as the protocol allows, and are compared afterwards.
+As many rounds as memory holds run first, out of step as the protocol allows, and are compared
+afterwards: all rounds of a check, unless they have gigabytes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -27,6 +28,10 @@ from .cases import Case, Inputs, Seen
 #: The longest that a late rank sleeps at one place, in seconds: longer than a round, far below any
 #: limit of a wait.
 _LATEST_S = 0.003
+
+
+#: Bytes of rows that a rank keeps until they are compared, beside those of one round.
+_KEPT_BYTES = 2**30
 
 
 class Check(Protocol):
@@ -53,33 +58,50 @@ class Check(Protocol):
 
 def run_together(
     group: Group,
-    rounds: Callable[[], _Ran],
-    compared: Callable[[list[Seen], list[list[_Shared]]], None],
+    batches: Iterator[_Ran],
+    compared: Callable[[_Ran, list[list[_Shared]]], None],
 ) -> list[str]:
-    """Run rounds, exchange what comparing takes, compare. Collective.
+    """Run rounds, exchange what comparing takes, compare, batch by batch. Collective.
 
     Args:
         group: the ranks.
-        rounds: runs this rank's part and returns what it saw.
-        compared: gets this rank's rounds, and of each rank what it shares of each round.
+        batches: runs this rank's part of a batch whenever it is asked for the next; equally many on
+            every rank.
+        compared: gets this rank's rounds of a batch, and of each rank what it shares of each.
 
     Returns:
         For each rank what is wrong there, or "".
     """
-    ran = _Ran([], [])
-    wrong = ""
-    try:
-        ran = rounds()
-    except Exception as error:  # of any kind: the others wait for this rank's word below
-        wrong = f"{type(error).__name__}: {error}"
-    everyones = group.all_gather_object((wrong, ran.shared))
-    if any(error for error, _shared in everyones):
-        return [error for error, _shared in everyones]
-    try:
-        compared(ran.seen, [shared for _error, shared in everyones])
-    except Exception as error:
-        wrong = f"{type(error).__name__}: {error}"
-    return group.all_gather_object(wrong)
+    with contextlib.closing(_closable(batches)) as parts:
+        while True:
+            ran, wrong = None, ""
+            try:
+                ran = next(parts, None)
+            except Exception as error:  # of any kind: the others wait for this rank's word below
+                wrong = _said(error)
+            everyones = group.all_gather_object((wrong, None if ran is None else ran.shared))
+            if ran is None or any(error for error, _shared in everyones):
+                return [error for error, _shared in everyones]
+            try:
+                compared(ran, [shared for _error, shared in everyones])
+            except Exception as error:
+                wrong = _said(error)
+            told = group.all_gather_object(wrong)
+            if any(told):
+                return told
+
+
+def _closable(batches: Iterator[_Ran]) -> Generator[_Ran, None, None]:
+    yield from batches
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def is_mismatch(wrong: str) -> bool:
+    """Return whether what is wrong on a rank is a bit, and not that its rounds did not end."""
+    return wrong.startswith(f"{MismatchError.__name__}:")
 
 
 class _Shared(NamedTuple):
@@ -88,12 +110,21 @@ class _Shared(NamedTuple):
     slots: torch.Tensor
     near: Seen | None
 
+    @classmethod
+    def of(cls, seen: Seen | None, *, near: bool) -> _Shared:
+        """Return what others need; of a rank that has left, nothing."""
+        if seen is None:
+            return cls(torch.empty((0, 1), dtype=torch.int32), None)
+        return cls(seen.send_slots, seen if near else None)
+
 
 class _Ran(NamedTuple):
-    """What one rank saw, and what it shares of that, round by round."""
+    """What one rank saw in a batch of rounds, and what it shares of that, round by round."""
 
-    seen: list[Seen]
+    seen: list[Seen | None]  # None: this rank has left
     shared: list[_Shared]
+    drawn: list[_Drawn]
+    first: int = 0  # number of the batch's first round
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,22 +168,51 @@ class Rounds:
 
     def run(self, group: Group, device: torch.device) -> list[str]:
         """Run the rounds and compare. Collective; as Check.run."""
-        drawn = [self._drawn(number) for number in range(self.rounds)]
         near = device.type == "cuda" and self.case.recipe == "nvfp4"
 
-        def rounds() -> _Ran:
-            seen = self._seen(drawn, group, device)
-            return _Ran(seen, [_Shared(one.send_slots, one if near else None) for one in seen])
-
-        def compared(seen: list[Seen], everyones: list[list[_Shared]]) -> None:
-            for number, (drawn_round, mine) in enumerate(zip(drawn, seen, strict=True)):
-                shared = [of_rank[number] for of_rank in everyones]
+        def compared(ran: _Ran, everyones: list[list[_Shared]]) -> None:
+            for place, (drawn, mine) in enumerate(zip(ran.drawn, ran.seen, strict=True)):
+                shared = [of_rank[place] for of_rank in everyones]
+                if mine is None:
+                    continue
                 try:
-                    _compare(drawn_round, group.rank, mine, shared, near=near)
+                    _compare(drawn, group.rank, mine, shared, near=near)
                 except MismatchError as error:
-                    raise MismatchError(f"round {number}: {error}") from error
+                    raise MismatchError(f"round {ran.first + place}: {error}") from error
 
-        return run_together(group, rounds, compared)
+        return run_together(group, self._batches(group, device, near=near), compared)
+
+    def _batches(self, group: Group, device: torch.device, *, near: bool) -> Iterator[_Ran]:
+        """Run as many rounds at a time as memory holds. Each batch is collective."""
+        config = self.case.config(group.rank)
+        if self.small_tokens is not None:
+            config = dataclasses.replace(config, small_tokens=self.small_tokens)
+        launch = contextlib.nullcontext() if self.pdl else env.without_pdl()
+        load = _load(device) if self.loaded else contextlib.nullcontext()
+        replay = None
+        with launch, load, MoeAllToAll.create(config, group, device) as exchange:
+            for first in range(0, self.rounds, self._at_a_time()):
+                end = min(first + self._at_a_time(), self.rounds)
+                drawn = [self._drawn(number) for number in range(first, end)]
+                seen: list[Seen | None]
+                if self.captured:
+                    own = [one.inputs[group.rank] for one in drawn]
+                    replay = replay or _captured(exchange, own[0].to(device))
+                    seen = [replay(mine) for mine in own]
+                    exchange.synchronize()
+                else:
+                    seen = self._in_flight(exchange, first, drawn, device)
+                shared = [_Shared.of(one, near=near) for one in seen]
+                yield _Ran(seen, shared, drawn, first)
+
+    def _at_a_time(self) -> int:
+        """Return how many rounds run before they are compared; each channel has one of them."""
+        case = self.case
+        row_bytes = case.hidden_size * case.dtype.itemsize
+        # Rows that all ranks send, and rows that this rank receives.
+        round_bytes = 2 * case.ep_size * case.capacity * row_bytes
+        turns = _KEPT_BYTES // (round_bytes * case.num_channels)
+        return max(1, turns) * case.num_channels
 
     def _drawn(self, number: int) -> _Drawn:
         """Return the inputs of all ranks in a round; every rank draws the same."""
@@ -184,33 +244,28 @@ class Rounds:
         by_caller = self.quantised and number % 2 == 1
         return _Drawn(case, inputs, padding, _counted(case, number), by_caller)
 
-    def _seen(self, drawn: list[_Drawn], group: Group, device: torch.device) -> list[Seen]:
-        config = self.case.config(group.rank)
-        if self.small_tokens is not None:
-            config = dataclasses.replace(config, small_tokens=self.small_tokens)
-        launch = contextlib.nullcontext() if self.pdl else env.without_pdl()
-        load = _load(device) if self.loaded else contextlib.nullcontext()
-        with launch, load, MoeAllToAll.create(config, group, device) as exchange:
-            if self.captured:
-                return _replayed(exchange, drawn, device)
-            return self._in_flight(exchange, drawn, device)
-
     def _in_flight(
-        self, exchange: MoeAllToAll, drawn: list[_Drawn], device: torch.device
-    ) -> list[Seen]:
+        self, exchange: MoeAllToAll, start: int, drawn: list[_Drawn], device: torch.device
+    ) -> list[Seen | None]:
         """Run the rounds; one of each channel is in flight at once, the first ends last."""
-        seen: dict[int, Seen] = {}
+        seen: dict[int, Seen | None] = {}
+        is_leaver = exchange.config.ep_rank in self.case.left_out
 
-        def run(number: int, end: int) -> None:
+        def run(place: int, end: int) -> None:
             def others() -> None:
-                if number + 1 < end:
-                    run(number + 1, end)
+                if place + 1 < end:
+                    run(place + 1, end)
 
-            seen[number] = self._round(exchange, number, drawn[number], device, others)
+            number = start + place
+            if is_leaver and 0 < self.leaves_at <= number:
+                seen[place] = None  # ranks that are left out must not call
+                others()
+            else:
+                seen[place] = self._round(exchange, number, drawn[place], device, others)
 
         for first in range(0, len(drawn), self.case.num_channels):
             run(first, min(first + self.case.num_channels, len(drawn)))
-        return [seen[number] for number in range(len(drawn))]
+        return [seen[place] for place in range(len(drawn))]
 
     def _round(
         self,
@@ -327,22 +382,20 @@ def _sleeper(rank: int, number: int) -> Callable[[], None]:
     return sleep
 
 
-def _replayed(exchange: MoeAllToAll, drawn: Sequence[_Drawn], device: torch.device) -> list[Seen]:
-    """Capture one round, and replay it with each round's inputs."""
-    rank = exchange.config.ep_rank
-    static = drawn[0].inputs[rank].to(device)
+def _captured(exchange: MoeAllToAll, static: Inputs) -> Callable[[Inputs], Seen]:
+    """Capture one round; return what replays it with other inputs."""
     cases.run_round(exchange, static)  # loads torch's own kernels, which a capture may not
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         seen = cases.launch_round(exchange, static)
-    found = []
-    for one in drawn:
-        for target, source in zip(_tensors(static), _tensors(one.inputs[rank]), strict=True):
+
+    def replay(inputs: Inputs) -> Seen:
+        for target, source in zip(_tensors(static), _tensors(inputs), strict=True):
             target.copy_(source)
         graph.replay()
-        found.append(cases.on_cpu(seen))
-    exchange.synchronize()
-    return found
+        return cases.on_cpu(seen)
+
+    return replay
 
 
 def _tensors(inputs: Inputs) -> list[torch.Tensor]:
@@ -354,8 +407,15 @@ def _tensors(inputs: Inputs) -> list[torch.Tensor]:
 def _load(device: torch.device) -> Iterator[None]:
     """Multiply matrices beside what the block does: on another stream, or another thread."""
     ends = threading.Event()
+    failed: list[Exception] = []
 
     def multiply() -> None:
+        try:
+            run_until_the_end()
+        except Exception as error:  # of any kind: the device was not busy
+            failed.append(error)
+
+    def run_until_the_end() -> None:
         size = 4096 if device.type == "cuda" else 256
         matrix = torch.ones((size, size), device=device)
         stream = None
@@ -374,6 +434,8 @@ def _load(device: torch.device) -> Iterator[None]:
     finally:
         ends.set()
         thread.join()
+    if failed:
+        raise failed[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -391,7 +453,7 @@ class Head:
     def run(self, group: Group, device: torch.device) -> list[str]:
         """Run the calls and compare. Collective; as Check.run."""
 
-        def rounds() -> _Ran:
+        def batches() -> Iterator[_Ran]:
             config = dataclasses.replace(self.config, tp_rank=group.rank)
             weight = self._integers((config.vocab_size, config.hidden_size), "head").to(device)
             wrong = None
@@ -404,9 +466,9 @@ class Head:
                 head.synchronize()
             if wrong is not None:
                 raise wrong
-            return _Ran([], [])
+            yield _Ran([], [], [])
 
-        return run_together(group, rounds, lambda _seen, _shared: None)
+        return run_together(group, batches(), lambda _ran, _shared: None)
 
     def _call(self, head: HeadGroup, weight: torch.Tensor, number: int) -> None:
         rank, most = head.config.tp_rank, head.config.max_rows_per_rank

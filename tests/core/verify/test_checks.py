@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import threading
 from typing import Any
 
 import pytest
 import torch
 
-from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin import MoeAllToAll, env
 from moe_nvlink_plugin.exchange import checks as exchange_checks
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.lm_head.kernels import HEAD
 from moe_nvlink_plugin.memory.layout import WorkspaceLayout
-from moe_nvlink_plugin.testing import run_ranks
-from moe_nvlink_plugin.verify import checks
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from moe_nvlink_plugin.verify import cases, checks
 from moe_nvlink_plugin.verify.cases import RECIPES
 from moe_nvlink_plugin.verify.checks import Check, Head, Rounds
 from moe_nvlink_plugin.verify.plan import Geometry, plan, unsuited
@@ -215,6 +216,59 @@ def test_wide_ids_that_are_cut_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(exchange_checks, "ids_as_int32", lambda ids, _number: ids.to(torch.int32))
     wrong = outcomes(named("small batches, local ids of 64 bits, extra payloads"))
     assert any("rows instead of" in message for message in wrong), wrong
+
+
+def test_rounds_that_fill_the_memory_are_compared_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else eight ranks would keep gigabytes until the check's end."""
+    events: list[str] = []
+    run_round, compare = cases.run_round, checks._compare
+
+    def ran(exchange: MoeAllToAll, *given: Any, **named: Any) -> Any:
+        if exchange.config.ep_rank == 0:
+            events.append("ran")
+        return run_round(exchange, *given, **named)
+
+    def compared(drawn: Any, rank: int, *given: Any, **named: Any) -> None:
+        if rank == 0:
+            events.append("compared")
+        compare(drawn, rank, *given, **named)
+
+    monkeypatch.setattr(cases, "run_round", ran)
+    monkeypatch.setattr(checks, "_compare", compared)
+    monkeypatch.setattr(checks, "_KEPT_BYTES", 1)
+    assert not any(outcomes(named("large batches")))
+    assert events == ["ran", "compared"] * 6
+    events.clear()
+    assert not any(outcomes(named("large batches, 3 channels")))
+    assert events == [*["ran"] * 3, *["compared"] * 3] * 3
+
+
+def test_a_load_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_given: Any) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(torch, "mm", fails)
+    assert outcomes(named("small batches, busy device")) == ["RuntimeError: planted"] * 3
+
+
+def test_without_pdl_is_a_thread_s_own() -> None:
+    """Ranks may be threads, which enter and leave the block in turns."""
+    met = threading.Barrier(2, timeout=60)
+
+    def rank_main(group: ThreadGroup) -> list[bool]:
+        with env.without_pdl():
+            met.wait()
+            found = [env.pdl()]
+            if group.rank:
+                met.wait()
+        if not group.rank:
+            met.wait()
+        return [*found, env.pdl()]
+
+    assert run_ranks(2, rank_main) == [[False, True]] * 2
+    assert env.pdl()
 
 
 def test_scales_of_the_caller_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
