@@ -142,9 +142,8 @@ def _formats(large: Case, small: Case) -> Iterator[Rounds]:
                 formatted = dataclasses.replace(formatted, combine_scale=_COMBINE_SCALE)
             is_quantised = recipe is not None
             yield Rounds(name=formatted.name, case=formatted, rounds=3, quantised=is_quantised)
-    for recipe in recipes:
-        layout = _LAYOUTS.get(recipe)
-        for case in (large, small) if layout else ():
+    for recipe, layout in _LAYOUTS.items():
+        for case in (large, small) if recipe in recipes else ():
             formatted = with_formats(case, recipe)
             yield Rounds(
                 name=f"{formatted.name}, {layout} scales",
