@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from multiprocessing import connection
 from multiprocessing.context import SpawnProcess
@@ -207,8 +208,12 @@ def _child(options: Options, rank: int, ranks: int, gpu: int | None, meeting: st
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     try:
         code = _rank(options, rank, ranks, device, meeting)
-    except MoeNvlinkError as error:
+    except Exception as error:  # of any kind: the last line is always a verdict
+        if not isinstance(error, MoeNvlinkError):
+            traceback.print_exc()
         print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        if rank == 0:
+            _say(f"verify: FAILED: {type(error).__name__}: {error}")
         code = 1
     except KeyboardInterrupt:  # the terminal tells every rank; the first process says so
         code = 130

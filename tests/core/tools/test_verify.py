@@ -73,14 +73,16 @@ def test_ranks_that_were_told_different_things() -> None:
         subprocess.Popen(
             [*COMMAND, "--quick", *FEW, "--max-tokens", tokens],
             env=os.environ | environment | {"RANK": rank},
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank, tokens in (("0", "4"), ("1", "5"))
     ]
-    told = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
+    told = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1]
-    for error in told:
+    assert [out.startswith("verify: FAILED: Disagreement") for out, _error in told] == [True, False]
+    for _out, error in told:
         assert "different configurations; max_tokens: rank 0 has 4, rank 1 has 5" in error
 
 
