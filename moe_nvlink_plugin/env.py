@@ -8,6 +8,7 @@ which names the variable, the value and the default.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import os
 import shlex
 from collections.abc import Iterator
@@ -202,21 +203,21 @@ def _switch(name: str, default: bool) -> bool:
 
 def pdl() -> bool:
     """Return whether kernels use programmatic dependent launch."""
-    return _switch("MOE_NVLINK_PDL", True)
+    return not _WITHOUT_PDL.get() and _switch("MOE_NVLINK_PDL", True)
+
+
+#: Of this thread, whatever other ranks in the process do.
+_WITHOUT_PDL = contextvars.ContextVar("moe_nvlink_without_pdl", default=False)
 
 
 @contextlib.contextmanager
 def without_pdl() -> Iterator[None]:
-    """Have what is created in the block launch without programmatic dependent launch."""
-    before = os.environ.get("MOE_NVLINK_PDL")
-    os.environ["MOE_NVLINK_PDL"] = "0"
+    """Have what this thread creates in the block launch without programmatic dependent launch."""
+    token = _WITHOUT_PDL.set(True)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["MOE_NVLINK_PDL"]
-        else:
-            os.environ["MOE_NVLINK_PDL"] = before
+        _WITHOUT_PDL.reset(token)
 
 
 def lineinfo() -> bool:

@@ -13,10 +13,12 @@ import io
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from multiprocessing import connection
 from multiprocessing.context import SpawnProcess
@@ -30,12 +32,13 @@ from moe_nvlink_plugin import env
 from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError, PeerError
 from moe_nvlink_plugin.groups import Group, as_group, refuse_differences
 from moe_nvlink_plugin.verify import table
-from moe_nvlink_plugin.verify.checks import Check
+from moe_nvlink_plugin.verify.checks import Check, is_mismatch
 from moe_nvlink_plugin.verify.plan import Geometry, plan, unsuited
 
 from .shipped import own_version
 
-#: A process that still runs after so many seconds prints where it is, and ends.
+#: A process whose check or table takes so many seconds, beside two waits for other ranks, prints
+#: where it is, and ends.
 _LIMIT_S = 1200.0
 
 #: The ranks end within so many seconds beside their waits; rank 0 writes the report meanwhile.
@@ -94,13 +97,12 @@ def main(options: Options) -> int:
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU; ask moe-nvlink doctor why")
     options = dataclasses.replace(options, device=kind)
-    if options.output is not None:
-        _check_writable(options.output)
     launched = env.launched()
+    if options.output is not None and (launched is None or launched.rank == 0):
+        _check_writable(options.output)
     if launched is None:
         return _start_ranks(options)
-    device = torch.device(kind, launched.local_rank or 0) if kind == "cuda" else torch.device(kind)
-    return _rank(options, launched.rank, launched.world_size, device, "env://")
+    return _start_own_rank(options, launched)
 
 
 def _check_writable(file: Path) -> None:
@@ -126,7 +128,9 @@ def _start_ranks(options: Options) -> int:
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{folder}/store"
         processes = [
-            context.Process(target=_child, args=(options, rank, ranks, gpus, meeting))
+            context.Process(
+                target=_child, args=(options, rank, ranks, rank % gpus if gpus else None, meeting)
+            )
             for rank in range(ranks)
         ]
         try:
@@ -147,6 +151,41 @@ def _start_ranks(options: Options) -> int:
     return 0 if not any(codes) else 1
 
 
+def _start_own_rank(options: Options, launched: env.Launched) -> int:
+    """Run a launcher's rank in a process of its own, whose death this one tells."""
+    rank = launched.rank
+    gpu = (launched.local_rank or 0) if options.device == "cuda" else None
+    process = multiprocessing.get_context("spawn").Process(
+        target=_child, args=(options, rank, launched.world_size, gpu, "env://")
+    )
+    # Rank 0 has the verdict; others write where a launcher's own words go.
+    output = sys.stderr if rank else sys.stdout
+
+    def ended(signal_number: int, _frame: object) -> None:
+        # A launcher ends all ranks when the first has ended in error.
+        process.kill()
+        name = signal.Signals(signal_number).name
+        print(f"verify: FAILED: {name} has ended rank {rank}", file=output, flush=True)
+        os._exit(1)
+
+    process.start()
+    signal.signal(signal.SIGTERM, ended)
+    try:
+        process.join()
+    except KeyboardInterrupt:
+        process.kill()
+        print("verify: interrupted", file=output, flush=True)
+        return 130
+    code = process.exitcode
+    if code not in (0, 1):
+        print(
+            f"verify: FAILED: processes ended early, exit status of rank {rank}: {code}",
+            file=output,
+            flush=True,
+        )
+    return 0 if code == 0 else 1
+
+
 def _join(processes: Sequence[SpawnProcess], after_first_s: float) -> None:
     """Wait until all have ended. Kill what still runs so many seconds after the first end.
 
@@ -162,14 +201,19 @@ def _join(processes: Sequence[SpawnProcess], after_first_s: float) -> None:
         process.join()
 
 
-def _child(options: Options, rank: int, ranks: int, gpus: int, meeting: str) -> None:
+def _child(options: Options, rank: int, ranks: int, gpu: int | None, meeting: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
+    faulthandler.enable()  # a crash says in which call
+    device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     try:
         code = _rank(options, rank, ranks, device, meeting)
-    except MoeNvlinkError as error:
+    except Exception as error:  # of any kind: the last line is always a verdict
+        if not isinstance(error, MoeNvlinkError):
+            traceback.print_exc()
         print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        if rank == 0:
+            _say(f"verify: FAILED: {type(error).__name__}: {error}")
         code = 1
     except KeyboardInterrupt:  # the terminal tells every rank; the first process says so
         code = 130
@@ -186,7 +230,7 @@ def _end_with_parent() -> None:
 
 def _rank(options: Options, rank: int, ranks: int, device: torch.device, meeting: str) -> int:
     """Be one rank. Collective."""
-    faulthandler.dump_traceback_later(_LIMIT_S, exit=True)
+    _watch(options)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     limit = datetime.timedelta(seconds=max(60.0, 2 * options.timeout_s))
@@ -203,6 +247,11 @@ def _rank(options: Options, rank: int, ranks: int, device: torch.device, meeting
         dist.destroy_process_group()
 
 
+def _watch(options: Options) -> None:
+    """Begin the time anew after which this process ends."""
+    faulthandler.dump_traceback_later(_LIMIT_S + 2 * options.timeout_s, exit=True)
+
+
 def _verified(options: Options, group: Group, device: torch.device) -> int:
     """Run the checks and the table; rank 0 prints and writes."""
     own = dataclasses.replace(options, output=None)
@@ -216,9 +265,11 @@ def _verified(options: Options, group: Group, device: torch.device) -> int:
     lost = ""
     try:
         for check in plan(geometry, device, quick=options.quick):
+            _watch(options)
             outcomes.append(_outcome(check, group, device))
             say(_as_text(outcomes[-1]))
         if not options.quick and not any(any(outcome.wrong) for outcome in outcomes):
+            _watch(options)
             lines = _table(geometry, device)
             say(table.render(lines, device))
     except (MoeNvlinkError, RuntimeError) as error:  # torch raises RuntimeError
@@ -270,33 +321,41 @@ def _title(geometry: Geometry, device: torch.device) -> str:
         f"top {geometry.top_k}, rows of {geometry.hidden_size}"
     )
     out = ", ".join(unsuited(geometry))
-    return (
-        f"{title}\n  left out, because rows are no multiple of their blocks: {out}"
-        if out
-        else title
-    )
+    return f"{title}\n  left out, because such rows do not suit: {out}" if out else title
 
 
 def _as_text(outcome: Outcome) -> str:
-    is_right = not any(outcome.wrong)
     line = (
-        f"  {'ok' if is_right else 'WRONG':5}  {outcome.name:56} {outcome.rounds:3} rounds"
+        f"  {_state(outcome):6} {outcome.name:56} {outcome.rounds:3} rounds"
         f" {outcome.seconds:6.1f} s"
     )
     wrong = [f"         rank {rank}: {error}" for rank, error in enumerate(outcome.wrong) if error]
     return "\n".join([line, *wrong])
 
 
+def _state(outcome: Outcome) -> str:
+    """Return "ok", "WRONG" if a bit differs, or "FAILED" if the rounds did not run to their end."""
+    if not any(outcome.wrong):
+        return "ok"
+    return "WRONG" if any(map(is_mismatch, outcome.wrong)) else "FAILED"
+
+
 def _verdict(
     outcomes: list[Outcome], lost: str, geometry: Geometry, device: torch.device
 ) -> tuple[str, int]:
     """Return the last line, and the exit code."""
-    wrong = [outcome.name for outcome in outcomes if any(outcome.wrong)]
+    wrong, failed = (
+        [outcome.name for outcome in outcomes if _state(outcome) == state]
+        for state in ("WRONG", "FAILED")
+    )
     where = f"{geometry.ep_size} {'CPU' if device.type == 'cpu' else 'GPU'} ranks"
     if lost:
         return f"verify: FAILED after {len(outcomes)} checks on {where}: {lost}", 1
     if wrong:
         return f"verify: WRONG on {where}, {len(wrong)} of {len(outcomes)}: {'; '.join(wrong)}", 1
+    if failed:
+        count = f"{len(failed)} of {len(outcomes)} did not end"
+        return f"verify: FAILED on {where}, {count}: {'; '.join(failed)}", 1
     rounds = sum(outcome.rounds for outcome in outcomes)
     return (
         f"verify: right: {len(outcomes)} checks, {rounds} rounds on {where}, every bit as the "

@@ -12,6 +12,7 @@ import torch
 
 from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll, rank_mask, reference
 from moe_nvlink_plugin.config import local_expert_range
+from moe_nvlink_plugin.exchange.scales_layout import TILE_ROWS, TILE_SCALES
 from moe_nvlink_plugin.exchange.sizes import small_combine_tokens
 from moe_nvlink_plugin.exchange.small_batches import with_small_tokens
 from moe_nvlink_plugin.plugins import find_recipe
@@ -37,6 +38,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     recipe: str | None = None
     combine: str = "bf16"
+    combine_scale: float = 1.0  # of combine's format fp8_tensor
     routing: str = "distinct"
     ids_dtype: torch.dtype = torch.int32
     extras: tuple[Extra, ...] = ()
@@ -81,6 +83,7 @@ class Case:
             dtype=self.dtype,
             recipe=self.recipe,
             combine=self.combine,
+            combine_scale=self.combine_scale,
             timeout_s=self.timeout_s,
             num_channels=self.num_channels,
             num_threads=self.num_threads,
@@ -137,6 +140,7 @@ class Seen(NamedTuple):
     payloads: tuple[torch.Tensor, ...]  # weights, hidden states, scales if any, extras
     send_slots: torch.Tensor
     combined: torch.Tensor
+    expert_counts: torch.Tensor | None = None
 
 
 def row_bytes(extra: Extra) -> int:
@@ -202,6 +206,29 @@ def activations(
     if recipe is None:
         return rows
     return recipe.dequantise(rows, scales, config.dtype, global_scale(config, rows.device))
+
+
+def linear_scales(config: AllToAllConfig, scales: torch.Tensor) -> torch.Tensor:
+    """Received scales as `[slots, scales per row]`; if interleaved, padding is behind both."""
+    recipe = quantising(config)
+    row = None if recipe is None else recipe.scales_row(config.hidden_size)
+    if row is None or config.scales_layout != "interleaved":
+        return scales  # a view of this shape, whatever its strides
+    words = -(-row.elements // TILE_SCALES)
+    tiles = scales.view(-1, words, 32, TILE_ROWS // 32, TILE_SCALES).transpose(1, 3)
+    return tiles.reshape(-1, words * TILE_SCALES).view(row.dtype)
+
+
+def received_activations(
+    config: AllToAllConfig, rows: torch.Tensor, scales: torch.Tensor | None
+) -> torch.Tensor:
+    """What a receiver makes of all slots' rows and their scales in the layer's layout."""
+    if scales is not None and config.scales_layout == "interleaved":
+        padded, recipe = linear_scales(config, scales), quantising(config)
+        row = None if recipe is None else recipe.scales_row(config.hidden_size)
+        assert row is not None
+        scales = padded[: len(rows), : row.elements]
+    return activations(config, rows, scales)
 
 
 def dispatch(
@@ -430,11 +457,12 @@ def launch_round(
     received = dispatch(exchange, inputs, beside=beside, **options)
     between()
     config = exchange.config
-    hidden = activations(config, received.hidden_states, received.scales)
+    hidden = received_activations(config, received.hidden_states, received.scales)
     ids = global_ids(config, received.topk_ids)
     rows = expert_rows(config, config.ep_rank, hidden, ids, received.topk_weights)
     payloads = tuple(payload.clone() for payload in received_payloads(received))
     seen = (received.recv_counts.clone(), received.topk_ids.clone(), payloads)
+    expert_counts = None if received.expert_counts is None else received.expert_counts.clone()
     metadata = received.metadata
     if zero_copy:
         rows = exchange.combine_input(metadata=metadata).copy_(rows)
@@ -449,7 +477,7 @@ def launch_round(
         combined = exchange.combine_async(rows, metadata, **last).wait()
     else:
         combined = exchange.combine(rows, metadata, **last)
-    return Seen(*seen, metadata.send_slots.clone(), combined)
+    return Seen(*seen, metadata.send_slots.clone(), combined, expert_counts)
 
 
 def run_round(exchange: MoeAllToAll, inputs: Inputs, **options: Any) -> Seen:
@@ -459,13 +487,14 @@ def run_round(exchange: MoeAllToAll, inputs: Inputs, **options: Any) -> Seen:
 
 def on_cpu(seen: Seen) -> Seen:
     """Copy what a rank got to the CPU."""
-    counts, ids, payloads, slots, combined = seen
+    counts, ids, payloads, slots, combined, expert_counts = seen
     return Seen(
         _copied(counts),
         _copied(ids),
         tuple(_copied(payload) for payload in payloads),
         _copied(slots),
         _copied(combined),
+        None if expert_counts is None else _copied(expert_counts),
     )
 
 

@@ -194,8 +194,10 @@ def _check_payloads(
     any_nan: bool,
 ) -> None:
     for index, (payload, expected) in enumerate(zip(seen.payloads, rows.payloads, strict=True)):
-        actual = reference.chosen_rows(payload, places)
         name = f"{what}: payload {index}"
+        if index == 2 and case.has_scales:
+            payload = _linear(case, payload, expected.shape[1], places, name)
+        actual = reference.chosen_rows(payload, places)
         if index == 0:
             expected = torch.where(rows.is_absent, 0.0, expected)
         if near and case.recipe == "nvfp4" and index in (1, 2):
@@ -206,6 +208,23 @@ def _check_payloads(
             assert_same_bits(one_nan(actual), one_nan(expected), name)
         else:
             assert_same_bits(actual, expected, name)
+
+
+def _linear(
+    case: Case, scales: torch.Tensor, columns: int, places: list[int], what: str
+) -> torch.Tensor:
+    """Return scales as `[slots, columns]`; check their strides, or that padding is 0."""
+    slots = case.ep_size * case.capacity
+    if case.scales_layout == "column_major":
+        wanted = (1, slots)
+        _require(
+            columns == 1 or scales.stride() == wanted,
+            f"{what}: strides {scales.stride()} instead of {wanted}",
+        )
+    padded = cases.linear_scales(case.config(0), scales)
+    behind = reference.chosen_rows(padded[:, columns:], places)
+    _require(not bits(behind).any(), f"{what}: padding behind a row's scales is not 0")
+    return padded[:slots, :columns]
 
 
 def _partial_rows(
@@ -230,7 +249,7 @@ def expected_combined(
         rows = cases.activations(config, *cases.quantised(config, inputs.hidden_states))
         hidden = [rows] * case.ep_size
     partial_rows = _partial_rows(case, inputs, ep_rank, hidden)
-    back = combine_formats.combine_format(case.combine)
+    back = combine_formats.combine_format(case.combine, case.combine_scale)
     if back is not None:
         partial_rows = [back.dequantise(back.quantise(rows)) for rows in partial_rows]
     added = cases.added_rows(inputs.hidden_states, case.add)
@@ -245,10 +264,10 @@ def received_activations(case: Case, seen: list[Seen], ep_rank: int) -> list[tor
         here = (slots >= target * case.capacity) & (slots < (target + 1) * case.capacity)
         tokens, _k = here.nonzero(as_tuple=True)
         places = ep_rank * case.capacity + slots[here].long() - target * case.capacity
-        scales = seen[target].payloads[2][places] if case.has_scales else None
-        rows = cases.activations(case.config(target), seen[target].payloads[1][places], scales)
+        scales = seen[target].payloads[2] if case.has_scales else None
+        rows = cases.received_activations(case.config(target), seen[target].payloads[1], scales)
         hidden = torch.zeros((len(slots), case.hidden_size), dtype=case.dtype)
-        hidden[tokens] = rows
+        hidden[tokens] = rows[places]
         found.append(hidden)
     return found
 
@@ -299,6 +318,38 @@ def check_combined_by(
     expected = expected_combined(case, inputs, rank, hidden)
     what = f"{case.name}: combined on rank {rank}"
     assert_same_bits(one_nan(seen.combined), one_nan(expected), what)
+
+
+def check_counts_by(
+    case: Case,
+    inputs: list[Inputs],
+    rank: int,
+    seen: Seen,
+    given: list[torch.Tensor] | None = None,
+) -> None:
+    """Check the counts per expert that one rank has received. Local.
+
+    Args:
+        case: of the round.
+        inputs: of all ranks.
+        rank: its number.
+        seen: what it got.
+        given: of each rank what its caller has counted; None: dispatch counts.
+
+    Raises:
+        MismatchError: names the rank and the first difference.
+    """
+    ids = [mine.topk_ids for mine in inputs]
+    active = case.active_ranks(rank)
+    if given is None:
+        expected = reference.expert_counts(case.config(rank), ids, active_ranks=active)
+    else:
+        expected = torch.stack(given)
+        expected[[other for other in range(case.ep_size) if other not in active]] = 0
+    what = f"{case.name}: counts per expert on rank {rank}"
+    _require(seen.expert_counts is not None, f"{what}: none")
+    assert seen.expert_counts is not None
+    assert_same_bits(seen.expert_counts, expected, what)
 
 
 def nothing(case: Case, like: Seen) -> Seen:

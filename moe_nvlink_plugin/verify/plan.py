@@ -8,10 +8,31 @@ from collections.abc import Iterator
 import torch
 
 from moe_nvlink_plugin import HeadConfig
-from moe_nvlink_plugin.config import MAX_SMALL_TOKENS
+from moe_nvlink_plugin.config import ACTIVATION_DTYPES
 
-from .cases import COMBINE_FORMATS, RECIPES, Case, with_formats
+from .cases import ADDS, COMBINE_FORMATS, RECIPES, Case, is_small, with_formats
 from .checks import Check, Head, Rounds
+
+#: The scale of combine's format fp8_tensor.
+_COMBINE_SCALE = 0.375
+
+CPU = torch.device("cpu")
+
+#: The layout of scales that experts of a recipe read, beside the linear one.
+_LAYOUTS = {
+    "fp8_block": "column_major",
+    "fp8_token": "column_major",
+    "mxfp8": "interleaved",
+    "nvfp4": "interleaved",
+}
+
+#: The most tokens of a rank in small batches.
+_SMALL_TOKENS = 16
+
+#: Ids of a slice: more than three pieces of mark_empty_slots, whose CTAs have at most 1024 threads.
+_MANY_IDS = 3 * 16 * 1024
+
+_MIXED = "large and small in turn"
 
 #: Rows of the vocabulary for each rank of the head's check. The kernels know no other size of it.
 _VOCABULARY = 1024
@@ -59,24 +80,26 @@ class Geometry:
 def plan(geometry: Geometry, device: torch.device, *, quick: bool) -> list[Check]:
     """Return the checks, the quickest sign of trouble first. Local; equal on every rank."""
     large = geometry.case("large batches", geometry.max_tokens, device)
-    tokens = min(16, geometry.max_tokens, MAX_SMALL_TOKENS)
+    tokens = min(_SMALL_TOKENS, geometry.max_tokens)
     small = dataclasses.replace(geometry.case("small batches", tokens, device), small=True)
     checks = [
         Rounds(name="large batches", case=large, rounds=6),
         Rounds(name="small batches", case=small, rounds=12),
-        Rounds(
-            name="large and small in turn",
-            case=large,
-            rounds=12,
-            small_tokens=tokens,
-            bounds=(geometry.max_tokens, tokens, max(tokens // 2, 1)),
-        ),
+        _mixed(large),
     ]
     if device.type == "cuda":
         checks += _on_gpus(large, small)
     if not quick:
-        checks += [*_formats(large, small), *_arguments(large, small), *_ways(large, small)]
+        checks += [*_formats(large, small), *_arguments(large, small), _many_slots(large)]
+        checks += _ways(large, small)
     return [*checks, *_heads(geometry)]
+
+
+def _mixed(large: Case) -> Rounds:
+    """Return rounds of both kinds of kernels, if max_tokens is above 1."""
+    most = min(_SMALL_TOKENS, max(large.capacity // 2, 1))
+    bounds = (large.capacity, most, max(most // 2, 1))
+    return Rounds(name=_MIXED, case=large, rounds=12, small_tokens=most, bounds=bounds)
 
 
 def _on_gpus(large: Case, small: Case) -> Iterator[Rounds]:
@@ -86,10 +109,24 @@ def _on_gpus(large: Case, small: Case) -> Iterator[Rounds]:
 
 
 def unsuited(geometry: Geometry) -> list[str]:
-    """Return the formats whose blocks do not divide a row of the geometry, which no check has."""
+    """Return what no check has, because rows of the geometry do not suit it.
+
+    That are formats whose blocks do not divide a row, and kernels for small batches, which take
+    whole words: their rounds run the kernels for large ones.
+    """
     blocks = {f"recipe {name}": block for name, block in RECIPES.items()}
     blocks |= {f"combine {name}": block for name, block in COMBINE_FORMATS.items()}
-    return [name for name, block in blocks.items() if geometry.hidden_size % block]
+    left_out = [name for name, block in blocks.items() if geometry.hidden_size % block]
+    tokens = min(_SMALL_TOKENS, geometry.max_tokens)
+    small = dataclasses.replace(geometry.case("small batches", tokens, CPU), small=True)
+    if not is_small(small.config(0), "combine"):
+        left_out.append("small combine")
+    for recipe in (None, *RECIPES):
+        if recipe is not None and geometry.hidden_size % RECIPES[recipe]:
+            continue
+        if not is_small(with_formats(small, recipe).config(0)):
+            left_out.append(f"small dispatch of {recipe or 'unquantised rows'}")
+    return left_out
 
 
 def _formats(large: Case, small: Case) -> Iterator[Rounds]:
@@ -101,7 +138,23 @@ def _formats(large: Case, small: Case) -> Iterator[Rounds]:
     for recipe, back in [*pairs, *((None, back) for back in backs[1:])]:
         for case in (large, small):
             formatted = with_formats(case, recipe, back)
-            yield Rounds(name=formatted.name, case=formatted, rounds=3)
+            if back == "fp8_tensor":
+                formatted = dataclasses.replace(formatted, combine_scale=_COMBINE_SCALE)
+            is_quantised = recipe is not None
+            yield Rounds(name=formatted.name, case=formatted, rounds=3, quantised=is_quantised)
+    for recipe, layout in _LAYOUTS.items():
+        for case in (large, small) if recipe in recipes else ():
+            formatted = with_formats(case, recipe)
+            yield Rounds(
+                name=f"{formatted.name}, {layout} scales",
+                case=dataclasses.replace(formatted, scales_layout=layout),
+                rounds=3,
+                quantised=True,
+            )
+    for dtype in ACTIVATION_DTYPES:
+        for case in (large, small) if dtype is not large.dtype else ():
+            name = f"{case.name}, {str(dtype).removeprefix('torch.')}"
+            yield Rounds(name=name, case=dataclasses.replace(case, dtype=dtype), rounds=3)
 
 
 def _arguments(large: Case, small: Case) -> Iterator[Rounds]:
@@ -109,26 +162,45 @@ def _arguments(large: Case, small: Case) -> Iterator[Rounds]:
     for case in (large, small):
         yield Rounds(
             name=f"{case.name}, ids elsewhere, padding, sums added to",
-            case=dataclasses.replace(case, received_ids="elsewhere", add="apart", scale=2.5),
-            rounds=4,
+            case=dataclasses.replace(case, received_ids="elsewhere", scale=2.5),
+            rounds=6,
             padded=True,
+            adds=ADDS[1:],
         )
         yield Rounds(
-            name=f"{case.name}, local ids, extra payloads",
+            name=f"{case.name}, local ids of 64 bits, extra payloads",
             case=dataclasses.replace(
                 case,
                 received_ids="local",
+                routing="wrapping",
+                ids_dtype=torch.int64,
                 extras=((torch.uint8, (12,)), (torch.bfloat16, (6,)), (torch.int64, (1,))),
             ),
             rounds=4,
         )
+        yield Rounds(
+            name=f"{case.name}, counts per expert",
+            case=dataclasses.replace(case, num_expert_counts=case.num_experts),
+            rounds=4,
+            padded=True,
+        )
         if case.ep_size == 1:
             continue  # it cannot leave out itself
-        yield Rounds(
-            name=f"{case.name}, one rank left out",
-            case=dataclasses.replace(case, left_out=(case.ep_size - 1,)),
-            rounds=4,
-        )
+        left_out = dataclasses.replace(case, left_out=(case.ep_size - 1,))
+        yield Rounds(name=f"{case.name}, one rank left out", case=left_out, rounds=4)
+        yield Rounds(name=f"{case.name}, one rank leaves", case=left_out, rounds=6, leaves_at=3)
+
+
+def _many_slots(large: Case) -> Rounds:
+    """Return rounds whose empty slots the kernels mark in several pieces, on a GPU too."""
+    case = dataclasses.replace(
+        large,
+        capacity=max(large.capacity, -(-_MANY_IDS // large.top_k)),
+        hidden_size=min(large.hidden_size, 32),
+        tokens=tuple(min(tokens, _SMALL_TOKENS) for tokens in large.tokens),
+        received_ids="local",
+    )
+    return Rounds(name="few tokens, many empty slots", case=case, rounds=3)
 
 
 def _ways(large: Case, small: Case) -> Iterator[Rounds]:
@@ -140,8 +212,13 @@ def _ways(large: Case, small: Case) -> Iterator[Rounds]:
             rounds=9,
         )
         yield Rounds(name=f"{case.name}, beside the caller", case=case, rounds=6, beside=True)
-        yield Rounds(name=f"{case.name}, late ranks", case=case, rounds=20, late=True)
+        if case.num_threads == 1:  # on a CPU
+            threads = dataclasses.replace(case, num_threads=3)
+            yield Rounds(name=f"{case.name}, 3 threads a rank", case=threads, rounds=6)
+        counted = dataclasses.replace(case, num_expert_counts=case.num_experts)
+        yield Rounds(name=f"{case.name}, late ranks", case=counted, rounds=20, late=True)
         yield Rounds(name=f"{case.name}, busy device", case=case, rounds=10, loaded=True)
+    yield dataclasses.replace(_mixed(large), name=_MIXED + ", late ranks", rounds=36, late=True)
 
 
 def _heads(geometry: Geometry) -> Iterator[Head]:

@@ -152,15 +152,18 @@ def _with_clock(now_ns: str) -> str:
     return text
 
 
-def slow_reader(ep_rank: int, milliseconds: float) -> host.HostLibrary:
-    """Rank `ep_rank` sleeps in every combine, between the wait for its peers and the first read."""
+def slow_reader(ep_rank: int, milliseconds: float, text: str = "") -> host.HostLibrary:
+    """Rank `ep_rank` sleeps in every combine, between the wait for its peers and the first read.
+
+    text: of the kernels, if a test has changed it.
+    """
     sleep = (
         f"  if (args.geometry.ep_rank == {ep_rank}) {{\n"
         f"    timespec time{{0, {int(milliseconds * 1e6)}}};\n"
         "    nanosleep(&time, nullptr);\n  }\n"
     )
     line = "  const bool faulted = combine_barrier(args, cta, shared);\n"
-    return _built(replace_once(LAYER.host_source(), line, line + sleep))
+    return _built(replace_once(text or LAYER.host_source(), line, line + sleep))
 
 
 _HELD = """

@@ -206,7 +206,7 @@ def check_users_rounds(device: str, rounds: int, case: Case, *, capture: bool) -
 def check_seen(case: Case, static: UsersLayer, given: Inputs, *, near: bool) -> None:
     """A round of one rank against the oracle, counts included."""
     assert static.seen is not None
-    counts, ids, payloads, slots, output = static.seen
+    counts, ids, payloads, slots, output = static.seen[:5]
     copies = tuple(payload.cpu() for payload in payloads)
     seen = Seen(counts.cpu(), ids.cpu(), copies, slots.cpu(), output.cpu())
     emulated.check_round(case, [given], [seen], near=near)

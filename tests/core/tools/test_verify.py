@@ -73,14 +73,16 @@ def test_ranks_that_were_told_different_things() -> None:
         subprocess.Popen(
             [*COMMAND, "--quick", *FEW, "--max-tokens", tokens],
             env=os.environ | environment | {"RANK": rank},
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank, tokens in (("0", "4"), ("1", "5"))
     ]
-    told = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
+    told = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1]
-    for error in told:
+    assert [out.startswith("verify: FAILED: Disagreement") for out, _error in told] == [True, False]
+    for _out, error in told:
         assert "different configurations; max_tokens: rank 0 has 4, rank 1 has 5" in error
 
 
@@ -145,7 +147,7 @@ class Check:
 
 verify._LIMIT_S = 2.0
 verify.plan = lambda *_given, **_named: [Check()]
-options = verify.Options(device="cpu", quick=True)
+options = verify.Options(device="cpu", quick=True, timeout_s=1.0)
 sys.exit(verify._rank(options, 0, 1, torch.device("cpu"), "file://" + sys.argv[1]))
 """
 
@@ -168,11 +170,20 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     assert verdict == "verify: WRONG on 1 CPU ranks, 1 of 1: planted"
 
 
+def test_rounds_that_did_not_run_are_not_called_wrong(tmp_path: Path) -> None:
+    done = alone('return ["TransportError: /dev/shm is full"]', tmp_path)
+    assert done.returncode == 1
+    *_lines, line, failed, verdict = done.stdout.splitlines()
+    assert line.split()[:2] == ["FAILED", "planted"]
+    assert failed.strip() == "rank 0: TransportError: /dev/shm is full"
+    assert verdict == "verify: FAILED on 1 CPU ranks, 1 of 1 did not end: planted"
+
+
 def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
     """In C code that no signal reaches, too: nothing of Python has to run."""
     done = alone("time.sleep(1000)", tmp_path)
     assert done.returncode == 1
-    assert "Timeout (0:00:02)!" in done.stderr
+    assert "Timeout (0:00:04)!" in done.stderr, "waits for others are granted beside"
     assert "in run" in done.stderr
 
 

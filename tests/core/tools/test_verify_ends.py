@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,8 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from moe_nvlink_plugin.tools import verify
 
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 COMMAND = (
     *(sys.executable, "-m", "moe_nvlink_plugin", "verify", "--device", "cpu", "--quick"),
     *("--ranks", "1", "--hidden-size", "128", "--num-experts", "4", "--top-k", "2"),
@@ -57,6 +61,41 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert json.loads((tmp_path / "report.json").read_text())["right"]
+
+
+#: The command, with kernels that give each of a token's ids a slot: rows lie behind the buffers.
+CRASHING = """
+import sys
+from moe_nvlink_plugin.__main__ import main
+from moe_nvlink_plugin.exchange.kernels import LAYER
+from moe_nvlink_plugin.jit import host
+
+TEXT = LAYER.host_source()
+LINE = "takes_slot = takes_slot && route.target_ranks[earlier] != target;"
+assert TEXT.count(LINE) == 1
+LIBRARY = host.HostLibrary(host.build(TEXT.replace(LINE, ""), (*host.FLAGS, "-O0")))
+load = host.load
+host.load = lambda text: LIBRARY if text == TEXT else load(text)
+if __name__ == "__main__":
+    sys.exit(main(["verify", "--device", "cpu", "--quick", "--timeout", "5", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize("launcher", [(), LAUNCHER], ids=["alone", "torchrun"])
+def test_ranks_that_crash_have_a_verdict(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    script = tmp_path / "crashing.py"
+    script.write_text(CRASHING)
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert re.search(r"^verify: (FAILED|WRONG)", done.stdout, re.MULTILINE), (
+        done.stdout + done.stderr
+    )
 
 
 def test_no_rank_outlives_the_command(tmp_path: Path) -> None:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import threading
 from typing import Any
 
 import pytest
 import torch
 
+from moe_nvlink_plugin import MoeAllToAll, env
+from moe_nvlink_plugin.exchange import checks as exchange_checks
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.lm_head.kernels import HEAD
 from moe_nvlink_plugin.memory.layout import WorkspaceLayout
-from moe_nvlink_plugin.testing import run_ranks
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from moe_nvlink_plugin.verify import cases, checks
 from moe_nvlink_plugin.verify.cases import RECIPES
 from moe_nvlink_plugin.verify.checks import Check, Head, Rounds
 from moe_nvlink_plugin.verify.plan import Geometry, plan, unsuited
-from tests.support.delays import replace_once
+from tests.support.delays import replace_once, slow_reader
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(
@@ -75,7 +79,17 @@ def test_every_recipe_is_in_the_plan() -> None:
         check.case.recipe for check in plan(odd, CPU, quick=False) if isinstance(check, Rounds)
     }
     assert recipes == {None, *RECIPES} - {"fp8_block", "fp8_block_pow2"}
-    assert unsuited(odd) == ["recipe fp8_block", "recipe fp8_block_pow2", "combine fp8_block"]
+    blocks = ["recipe fp8_block", "recipe fp8_block_pow2", "combine fp8_block"]
+    assert unsuited(odd) == [*blocks, "small dispatch of mxfp8", "small dispatch of nvfp4"]
+
+
+def test_small_kernels_that_rows_do_not_suit_are_named() -> None:
+    """Their rounds run the others."""
+    odd = dataclasses.replace(GEOMETRY, hidden_size=385)
+    out = unsuited(odd)
+    assert "small combine" in out
+    assert "small dispatch of unquantised rows" in out
+    assert unsuited(GEOMETRY) == []
 
 
 #: What is planted -> the check, the line of the kernels, what stands there instead, and what the
@@ -113,16 +127,62 @@ FAULTS = {
         r"rank \d to rank \d: payload 2: first difference",
     ),
     "slots that are not marked empty": (
-        "small batches, local ids, extra payloads",
+        "small batches, local ids of 64 bits, extra payloads",
         "int word = filled + column",
         "int word = filled + 1 + column",
         r"rank \d to rank \d: ids of empty slots",
     ),
+    "slots after the first piece that are not marked empty": (
+        "few tokens, many empty slots",
+        "if (filled >= end) continue;",
+        "if (filled >= end || start >= 16384) continue;",
+        r"rank \d to rank \d: ids of empty slots",
+    ),
     "an id that is not here": (
-        "small batches, local ids, extra payloads",
+        "small batches, local ids of 64 bits, extra payloads",
         "const bool keeps = received.keeps(args, id);",
         "const bool keeps = true;",
         r"rank \d to rank \d: ids: first difference",
+    ),
+    "scales in each other's rows": (
+        "large batches, nvfp4, interleaved scales",
+        "slot % 32 * 4 +",
+        "(slot ^ 1) % 32 * 4 +",
+        r"rank \d to rank \d: payload 2: first difference",
+    ),
+    "counts that are not cleared": (
+        "small batches, counts per expert",
+        "  store_relaxed_gpu(counter, 0);\n  return count;",
+        "  return count;",
+        r"round 2: .*: counts per expert on rank \d: first difference",
+    ),
+    "rows that travel back under another scale": (
+        "large batches, fp8_tensor, fp8_tensor back",
+        "return (x + x * 0.0f) * factor;",
+        "return x + x * 0.0f;",
+        r"combined on rank \d: first difference",
+    ),
+    "rows that are not added in place": (
+        "large batches, ids elsewhere, padding, sums added to",
+        "  const char* added = finish.added_to(target.output);\n",
+        "  const char* added = finish.added_to(target.output);\n"
+        "  if (added == target.output) added = nullptr;\n",
+        r"round 1: .*combined on rank \d: first difference",
+    ),
+    "empty slots that the second CTA does not mark": (
+        "large batches, 3 threads a rank",
+        "for (int piece = shared.finisher; piece < num_pieces; piece += num_finishers(cta)) {\n"
+        "    const int source = piece % geometry.ep_size;\n    const int filled",
+        "for (int piece = shared.finisher == 1 ? num_pieces : shared.finisher;\n"
+        "       piece < num_pieces; piece += num_finishers(cta)) {\n"
+        "    const int source = piece % geometry.ep_size;\n    const int filled",
+        r"rank \d to rank \d: ids of empty slots",
+    ),
+    "halves that are cut off": (
+        "large batches, float16",
+        "0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13",
+        "0x38000000u) >> 13",
+        r"combined on rank \d: first difference",
     ),
     "a sum that is not scaled": (
         "large batches, ids elsewhere, padding, sums added to",
@@ -150,6 +210,97 @@ def test_a_fault_is_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     timeout_s = 1.0 if "Timeout" in said else 60.0
     wrong = outcomes(named(name, timeout_s=timeout_s))
     assert any(re.search(said, message) for message in wrong), wrong
+
+
+def test_wide_ids_that_are_cut_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_checks, "ids_as_int32", lambda ids, _number: ids.to(torch.int32))
+    wrong = outcomes(named("small batches, local ids of 64 bits, extra payloads"))
+    assert any("rows instead of" in message for message in wrong), wrong
+
+
+def test_rounds_that_fill_the_memory_are_compared_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else eight ranks would keep gigabytes until the check's end."""
+    events: list[str] = []
+    run_round, compare = cases.run_round, checks._compare
+
+    def ran(exchange: MoeAllToAll, *given: Any, **named: Any) -> Any:
+        if exchange.config.ep_rank == 0:
+            events.append("ran")
+        return run_round(exchange, *given, **named)
+
+    def compared(drawn: Any, rank: int, *given: Any, **named: Any) -> None:
+        if rank == 0:
+            events.append("compared")
+        compare(drawn, rank, *given, **named)
+
+    monkeypatch.setattr(cases, "run_round", ran)
+    monkeypatch.setattr(checks, "_compare", compared)
+    monkeypatch.setattr(checks, "_KEPT_BYTES", 1)
+    assert not any(outcomes(named("large batches")))
+    assert events == ["ran", "compared"] * 6
+    events.clear()
+    assert not any(outcomes(named("large batches, 3 channels")))
+    assert events == [*["ran"] * 3, *["compared"] * 3] * 3
+
+
+def test_a_load_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_given: Any) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(torch, "mm", fails)
+    assert outcomes(named("small batches, busy device")) == ["RuntimeError: planted"] * 3
+
+
+def test_without_pdl_is_a_thread_s_own() -> None:
+    """Ranks may be threads, which enter and leave the block in turns."""
+    met = threading.Barrier(2, timeout=60)
+
+    def rank_main(group: ThreadGroup) -> list[bool]:
+        with env.without_pdl():
+            met.wait()
+            found = [env.pdl()]
+            if group.rank:
+                met.wait()
+        if not group.rank:
+            met.wait()
+        return [*found, env.pdl()]
+
+    assert run_ranks(2, rank_main) == [[False, True]] * 2
+    assert env.pdl()
+
+
+def test_scales_of_the_caller_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatch = MoeAllToAll.dispatch
+
+    def turned(self: MoeAllToAll, *given: Any, scales: Any = None, **named: Any) -> Any:
+        return dispatch(self, *given, scales=None if scales is None else scales.flip(0), **named)
+
+    monkeypatch.setattr(MoeAllToAll, "dispatch", turned)
+    wrong = outcomes(named("small batches, mxfp8"))
+    assert any("round 1" in message and "payload 2" in message for message in wrong), wrong
+
+
+WAIT = "  while (!has_reached(seen = load_acquire_sys(cell), epoch, most_ahead)) {"
+
+
+@pytest.mark.parametrize(
+    ("name", "slow_ms"),
+    [("large and small in turn, late ranks", 0.0), ("large batches, one rank leaves", 200.0)],
+    ids=["P12", "P14"],
+)
+def test_a_wait_that_is_left_out_is_noticed(
+    name: str, slow_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P12: a rank stores over what another one has yet to read. P14: its experts write over rows
+    that the rank that leaves has yet to fetch, which is slow here.
+    """
+    monkeypatch.setattr(checks, "_LATEST_S", 0.1)
+    text = replace_once(LAYER.host_source(), WAIT, "  while (false) {")
+    library = slow_reader(GEOMETRY.ep_size - 1, slow_ms, text)
+    monkeypatch.setattr(host, "load", lambda _text: library)
+    assert any(outcomes(named(name, timeout_s=5.0)))
 
 
 def test_a_fault_of_the_head_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

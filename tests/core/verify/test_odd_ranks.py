@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,19 +16,20 @@ from moe_nvlink_plugin.verify.checks import _Ran, run_together
 @pytest.mark.parametrize("error", [ValueError, TypeError, MemoryError, OSError, IndexError])
 def test_an_error_of_any_kind_is_told(error: type[Exception]) -> None:
     def in_rounds(group: ThreadGroup) -> list[str]:
-        def rounds() -> _Ran:
+        def batches() -> Iterator[_Ran]:
+            yield _Ran([], [], [])
             if group.rank == 1:
                 raise error("planted")
-            return _Ran([], [])
+            yield _Ran([], [], [])
 
-        return run_together(group, rounds, lambda _seen, _shared: None)
+        return run_together(group, batches(), lambda _ran, _shared: None)
 
     def when_comparing(group: ThreadGroup) -> list[str]:
-        def compared(_seen: Any, _shared: Any) -> None:
+        def compared(_ran: Any, _shared: Any) -> None:
             if group.rank == 1:
                 raise error("planted")
 
-        return run_together(group, lambda: _Ran([], []), compared)
+        return run_together(group, iter([_Ran([], [], [])]), compared)
 
     for body in (in_rounds, when_comparing):
         assert run_ranks(2, body) == [["", f"{error.__name__}: planted"]] * 2

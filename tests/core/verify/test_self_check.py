@@ -16,6 +16,7 @@ from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from moe_nvlink_plugin.verify import cases
+from moe_nvlink_plugin.verify.self_check import _checks
 from tests.support.delays import replace_once
 
 CONFIG = AllToAllConfig(
@@ -76,6 +77,13 @@ def test_geometries(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
     recipe, combine = changes.get("recipe"), changes.get("combine", "bf16")
     assert (None, combine) in seen
     assert (recipe, combine) in seen or recipe == "bytes_640", "no quantiser makes these bytes"
+
+
+@pytest.mark.parametrize(("small_tokens", "kinds"), [(0, {"large"}), (None, {"large", "small"})])
+def test_gpus_check_the_kernels_that_they_use(small_tokens: int | None, kinds: set[str]) -> None:
+    config = dataclasses.replace(CONFIG, small_tokens=small_tokens)
+    found = _checks(config, torch.device("cuda"), is_full=False)
+    assert {check.name.split()[0] for check in found} == kinds
 
 
 def test_a_fault_is_an_error_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
