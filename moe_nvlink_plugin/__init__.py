@@ -27,7 +27,8 @@ a transport connects ranks. verify/ holds rounds to the reference: self_check, a
 verify` runs and times. tools/ serves the shell: the command `moe-nvlink` with its doctor, verify,
 precompile and top.
 
-The doorway, which every module may use: config.py (AllToAllConfig), errors.py, env.py,
+The doorway, which every module may use: config.py (AllToAllConfig), choices.py (what launches
+choose, in one table), errors.py, env.py,
 frameworks.py (what adapters tell our tools), groups.py (the collective steps of create), driver.py
 (calls of the CUDA driver), reference.py (the same verbs in plain torch) and testing.py.
 
