@@ -26,7 +26,7 @@ from moe_nvlink_plugin.memory.startup import Timeouts
 from moe_nvlink_plugin.memory.workspace import ExchangeStats, Workspace
 from moe_nvlink_plugin.recipes import Recipe
 
-from . import checks, ops, sizes
+from . import checks, ops, sizes, tuning
 from .calls import Combine, Dispatch, Dispatched, DispatchMetadata
 from .in_flight import InFlight
 from .layer import LayerExchange
@@ -35,7 +35,7 @@ from .small_batches import with_small_tokens
 logger = logging.getLogger(__name__)
 
 #: Config fields that may differ from rank to rank.
-_OWN_FIELDS = ("ep_rank", "num_threads", "max_sms")
+_OWN_FIELDS = ("ep_rank", "num_threads", "max_sms", "tuning")
 
 _NO_PAYLOADS: tuple[torch.Tensor, ...] = ()
 
@@ -103,12 +103,14 @@ class MoeAllToAll:
 
         Raises:
             ConfigError: the recipe is unknown; or the recipe, its scales' layout or the format of
-                combine does not suit the configuration.
+                combine does not suit the configuration; or the file of `tuning` cannot be read.
         """
         check_kind(config, AllToAllConfig)
         recipe = plugins.find_recipe(config)
         sizes.payload_rows(config, recipe)
         sizes.quantised_combine_rows(config)
+        if isinstance(config.tuning, str) and config.tuning:
+            tuning.load(config.tuning)
         return recipe
 
     @classmethod
@@ -123,7 +125,8 @@ class MoeAllToAll:
         """Create the exchange of one layer. Collective; not capturable.
 
         Args:
-            config: equal on every rank, `ep_rank`, `num_threads` and `max_sms` apart.
+            config: equal on every rank, `ep_rank`, `num_threads` and `max_sms` apart; files of
+                `tuning` must say the same.
             group: a torch ProcessGroup (with a CPU backend), or an object with rank, size and
                 all_gather_object.
             device: where the tensors live.
@@ -133,7 +136,8 @@ class MoeAllToAll:
         Raises:
             ExchangeStateError: `mask` has left out ranks of share_with's workspace, which would
                 have to take part. Raised on every rank.
-            ConfigError: the configuration does not fit the group, or names unknown parts.
+            ConfigError: the configuration does not fit the group, or names unknown parts; or its
+                file of choices (tuning) is torn, or belongs to another machine or layer.
             DisagreementError: the ranks' configurations differ; raised on every rank.
             UnsupportedError: no transport supports the device.
             TransportError, CompileError: this rank could not get its memory or its kernels.
@@ -144,7 +148,7 @@ class MoeAllToAll:
             _check_complete(share_with)
         # Nothing of this rank's has run yet, so start-up's limit holds.
         ranks = as_group(group, Timeouts.of(config).first)
-        recipe, workspace, num_sms = all_or_none(
+        config, recipe, workspace, num_sms = all_or_none(
             ranks,
             "preparing the exchange",
             lambda: _prepare(config, ranks, torch.device(device), share_with),
@@ -567,11 +571,12 @@ def _check_complete(share_with: MoeAllToAll) -> None:
 
 def _prepare(
     config: AllToAllConfig, group: Group, device: torch.device, share_with: MoeAllToAll | None
-) -> tuple[Recipe, Workspace[Executor], int]:
+) -> tuple[AllToAllConfig, Recipe, Workspace[Executor], int]:
     """Do the steps of `create` that can fail on this rank alone.
 
     Returns:
-        What travels, the workspace, and how many SMs a launch of this rank may fill.
+        The configuration with the choices of its file, what travels, the workspace, and how many
+        SMs a launch of this rank may fill.
     """
     if (group.size, group.rank) != (config.ep_size, config.ep_rank):
         raise ConfigError(
@@ -580,6 +585,9 @@ def _prepare(
         )
     device = with_index(device)
     recipe = plugins.find_recipe(config)
+    if isinstance(config.tuning, str) and config.tuning:
+        choices = tuning.choices_for(config.tuning, config, recipe.name, device)
+        config = dataclasses.replace(config, tuning=choices)
     if share_with is not None:
         share_with._layer.check_open()
         workspace = share_with._layer.workspace
@@ -596,11 +604,11 @@ def _prepare(
                 f"{(group.size, group.rank, device)}; layers share a workspace within one "
                 "expert-parallel group only"
             )
-        return recipe, workspace, _num_sms(config, workspace.executor)
+        return config, recipe, workspace, _num_sms(config, workspace.executor)
     transport = plugins.find_transport(config.transport, device)
     executor = executor_for(transport.executor, device)
     num_sms = _num_sms(config, executor)
-    return recipe, Workspace(group, transport, executor, device), num_sms
+    return config, recipe, Workspace(group, transport, executor, device), num_sms
 
 
 def _num_sms(config: AllToAllConfig, executor: Executor) -> int:
@@ -628,6 +636,7 @@ def _check_agreement(
         for field in dataclasses.fields(config)
         if field.name not in _OWN_FIELDS
     }
+    values["tuning"] = str(config.choices)
     values["share_with"] = f"a layer of workspace {workspace.name}" if shares else "None"
     everyones = group.all_gather_object((values, workspace.name, num_sms))
     refuse_differences([theirs for theirs, _name, _num_sms in everyones])

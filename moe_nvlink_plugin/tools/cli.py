@@ -10,9 +10,10 @@ from moe_nvlink_plugin import frameworks
 from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
 from moe_nvlink_plugin.jit import nvrtc
 from moe_nvlink_plugin.launch.kernel import Variant
+from moe_nvlink_plugin.version import own_version
 
 from . import dump_source, precompile
-from .shipped import FAMILIES, own_version
+from .shipped import FAMILIES
 
 _VERIFY = """
 Runs every kernel of this package on this machine's ranks and holds every received bit and every sum

@@ -32,8 +32,7 @@ from moe_nvlink_plugin.groups import Group, as_group, refuse_differences
 from moe_nvlink_plugin.verify import table
 from moe_nvlink_plugin.verify.checks import Check
 from moe_nvlink_plugin.verify.plan import Geometry, plan, unsuited
-
-from .shipped import own_version
+from moe_nvlink_plugin.version import own_version
 
 #: A process that still runs after so many seconds prints where it is, and ends.
 _LIMIT_S = 1200.0

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks import common
 from benchmarks.moe_comm import flashinfer_api, options
-from moe_nvlink_plugin.tools import shipped
+from moe_nvlink_plugin import version
 from tests.gpu.day import stages
 from tests.gpu.day.steps import AGAIN_S, STAGES, START_S, STEPS, Stage, Step
 
@@ -492,7 +492,7 @@ def test_a_bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_COMMIT", "0123abc")
     monkeypatch.setattr("importlib.metadata.version", no_such_distribution)
     assert common.commit() == "0123abc"
-    assert shipped.own_version() == "not installed"
+    assert version.own_version() == "not installed"
 
 
 def test_platformdirs_is_not_needed_where_the_cache_is_named(tmp_path: Path) -> None:
