@@ -195,6 +195,11 @@ class Choices:
         "thread (an estimate)",
     )
 
+    def but(self, name: str, value: Value) -> Choices:
+        """Return these choices with another value for one of them."""
+        other: dict[str, Any] = {name: value}
+        return dataclasses.replace(self, **other)
+
     def changed(self) -> dict[str, Value]:
         """Return name -> value of each choice that differs from today's."""
         return {one.name: getattr(self, one.name) for one in table() if self._differs(one)}
@@ -215,5 +220,6 @@ TODAY = Choices()
 def table() -> tuple[Choice, ...]:
     """Return every choice, in the order in which they are tuned."""
     return tuple(
-        Choice(field.name, field.default, **field.metadata) for field in dataclasses.fields(Choices)
+        Choice(field.name, getattr(TODAY, field.name), **field.metadata)
+        for field in dataclasses.fields(Choices)
     )

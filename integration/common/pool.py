@@ -93,6 +93,7 @@ class ExchangePool:
             ep_size=self.ranks.size,
             ep_rank=self.ranks.rank,
             combine=self.options.combine,
+            tuning=self.options.tuning,
             ranks_may_leave=False,
             **geometry._asdict(),
         )

@@ -53,7 +53,8 @@ def exchange(model: str, options: Options, **sizes: Any) -> Iterator[str]:
     try:
         # What "auto" becomes is known only when the experts are chosen.
         recipe = options.dispatch if named else None
-        config = AllToAllConfig(ep_rank=0, combine=options.combine, recipe=recipe, **sizes)
+        formats = {"combine": options.combine, "recipe": recipe}
+        config = AllToAllConfig(ep_rank=0, tuning=options.tuning, **formats, **sizes)
         MoeAllToAll.check(config)
     except ConfigError as error:
         also = f" (dispatch may also be {AUTO} or {UNQUANTISED})" if named else ""

@@ -103,8 +103,8 @@ def _quick(geometry: Geometry, config: AllToAllConfig, device: torch.device) -> 
     formats: list[tuple[str | None, str]] = [(None, combine)]
     if config.recipe in RECIPES:
         formats.append((config.recipe, combine))
-    # CPU ranks do not use the kernels for small batches unless they are told to.
-    uses_small = device.type == "cuda" or bool(config.small_tokens)
+    # CPU ranks do not use the kernels for small batches unless they are told to, as a file may do.
+    uses_small = device.type == "cuda" or bool(config.small_tokens) or bool(config.tuning)
     for recipe, back in formats:
         for small_tokens in (0, geometry.max_tokens) if uses_small else (0,):
             kind = "small batches" if small_tokens else "large batches"

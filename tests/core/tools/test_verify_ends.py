@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from moe_nvlink_plugin.tools import verify
+from moe_nvlink_plugin.tools import ranks
 
 COMMAND = (
     *(sys.executable, "-m", "moe_nvlink_plugin", "verify", "--device", "cpu", "--quick"),
@@ -83,5 +83,5 @@ def test_a_stopped_rank_is_not_waited_for() -> None:
     stopped = processes[1].pid
     assert stopped is not None
     os.kill(stopped, signal.SIGSTOP)
-    verify._join(processes, 0.1)
+    ranks._join(processes, 0.1)
     assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]
