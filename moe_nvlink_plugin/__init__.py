@@ -28,9 +28,9 @@ verify` runs and times; and searches for what `moe-nvlink tune` writes. tools/ s
 command `moe-nvlink` with its doctor, verify, tune, precompile and top.
 
 The doorway, which every module may use: config.py (AllToAllConfig), choices.py (what launches
-choose, in one table), errors.py, env.py, version.py,
-frameworks.py (what adapters tell our tools), groups.py (the collective steps of create), driver.py
-(calls of the CUDA driver), reference.py (the same verbs in plain torch) and testing.py.
+choose, in one table), errors.py, env.py, version.py, frameworks.py (what adapters tell our tools),
+groups.py (the collective steps of create), driver.py (calls of the CUDA driver), reference.py (the
+same verbs in plain torch) and testing.py.
 
 Knowledge goes one way: doorway <- recipes, transport, jit <- memory, plugins <- launch <- exchange,
 lm_head <- verify <- integration/common <- integration/vllm. A test reads these arrows off the
