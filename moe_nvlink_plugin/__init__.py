@@ -25,12 +25,14 @@ Six folders serve them. memory/ says what lies where in symmetric memory and wha
 there. transport/ says how peers reach that memory. jit/ makes machine code from kernels/ and keeps
 it. recipes/ say what travels, there and back. plugins/ find recipes and transports, and try whether
 a transport connects ranks. verify/ holds rounds to the reference: self_check, and what `moe-nvlink
-verify` runs and times. tools/ serves the shell: the command `moe-nvlink` with its doctor, verify,
-precompile, top and watch.
+verify` runs and times; and searches for what `moe-nvlink tune` writes. tools/ serves the shell: the
+command `moe-nvlink` with its doctor, verify, tune, precompile, top
+and watch.
 
-The doorway, which every module may use: config.py (AllToAllConfig), errors.py, env.py,
-frameworks.py (what adapters tell our tools), groups.py (the collective steps of create), driver.py
-(calls of the CUDA driver), reference.py (the same verbs in plain torch) and testing.py.
+The doorway, which every module may use: config.py (AllToAllConfig), choices.py (what launches
+choose, in one table), errors.py, env.py, version.py, frameworks.py (what adapters tell our tools),
+groups.py (the collective steps of create), driver.py (calls of the CUDA driver), reference.py (the
+same verbs in plain torch) and testing.py.
 
 Knowledge goes one way: doorway <- recipes, transport, jit <- memory, plugins <- launch <- exchange,
 lm_head <- verify <- integration/common <- integration/vllm. A test reads these arrows off the

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import env
+from .choices import TODAY, Choices
 from .errors import ConfigError
 
 #: Limits. tests/core/jit/test_header.py compares the kernels' own constants with these.
@@ -22,8 +23,6 @@ MAX_EXPERT_COUNTS = 2**16
 
 #: The most that small_tokens may be.
 MAX_SMALL_TOKENS = env.MAX_SMALL_TOKENS
-#: The most that small_tokens is on a GPU if nobody says; exchange/small_batches.py lowers it.
-GPU_SMALL_TOKENS = 32
 #: Bytes of memory that the staging of small batches may take on a rank, for each channel.
 MAX_STAGING_BYTES = 128 * 2**20
 
@@ -201,6 +200,11 @@ class AllToAllConfig:
             as for a rank that `MoeAllToAll.mask` has left out. None: every place has a rank, and
             the group's rank r is in place r.
         transport: name of the transport. None chooses by device: "host" for cpu, "nvlink" for cuda.
+        tuning: path of a file that `moe-nvlink tune` wrote on such a machine for such a layer;
+            `create` reads it, and then this is what the file says. Paths may differ by rank, and
+            what the files say may not. It holds for what no other field or variable says
+            (small_tokens, num_threads). None takes MOE_NVLINK_TUNING; if that is unset, or "",
+            there is no file. Or the choices.Choices themselves.
 
     Raises:
         ConfigError: a field is out of range; names the field, its value and the limit.
@@ -231,10 +235,12 @@ class AllToAllConfig:
     ranks_may_leave: bool = True
     places: tuple[int, ...] | None = None
     transport: str | None = None
+    tuning: str | Choices | None = None
 
     def __post_init__(self) -> None:
         fill_timeouts(self)
-        fill_defaults(self, **HOST_DEFAULTS, combine=env.combine, small_tokens=env.small_tokens)
+        fill_defaults(self, combine=env.combine, small_tokens=env.small_tokens, tuning=env.tuning)
+        fill_defaults(self, **HOST_DEFAULTS | {"num_threads": self._threads})
         for name in ("combine_dtypes", "extra_payload_bytes"):
             object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
         self._check_ints()
@@ -242,6 +248,18 @@ class AllToAllConfig:
         if self.places is not None:
             places = check_places("places", self.places, self.ep_size, self.ep_rank)
             object.__setattr__(self, "places", places)
+
+    @property
+    def choices(self) -> Choices:
+        """What launches choose: today's values until `create` has read a file."""
+        return self.tuning if isinstance(self.tuning, Choices) else TODAY
+
+    def _threads(self) -> int | None:
+        """Return the default of num_threads; None: a file that is not read yet may say."""
+        asked = env.asked_host_threads()
+        if asked is None and isinstance(self.tuning, str) and self.tuning:
+            return None
+        return asked or self.choices.host_threads or env.host_threads()
 
     def _check_ints(self) -> None:
         check_int("ep_size", self.ep_size, 1, MAX_RANKS)
@@ -254,7 +272,8 @@ class AllToAllConfig:
         most_tokens = min(2**24, (2**31 - 1) // self.ep_size)
         check_int("max_tokens_per_rank", self.max_tokens_per_rank, 1, most_tokens)
         check_int("num_channels", self.num_channels, 1, MAX_CHANNELS)
-        check_int("num_threads", self.num_threads, 1, env.MAX_HOST_THREADS)
+        if self.num_threads is not None:
+            check_int("num_threads", self.num_threads, 1, env.MAX_HOST_THREADS)
         if self.max_sms is not None:
             check_int("max_sms", self.max_sms, 1, env.MAX_SMS)
         for name in ("small_tokens", "small_combine_tokens"):
@@ -265,6 +284,11 @@ class AllToAllConfig:
             check_int("extra_payload_bytes", row_bytes, 1, 2**24)
 
     def _check_rest(self) -> None:
+        if not isinstance(self.tuning, str | Choices):
+            raise ConfigError(
+                f"tuning={self.tuning!r} is a {type(self.tuning).__name__}; pass the path of a "
+                'file of moe-nvlink tune as a str, or "" for none'
+            )
         for name in ("recipe", "transport"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):

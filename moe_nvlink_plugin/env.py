@@ -35,6 +35,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "most tokens of a rank that travel by the kernels for small batches; 0: none. Unset: "
         "as many as gain, at most 32, and fewer in combine",
     ),
+    "MOE_NVLINK_TUNING": (
+        "unset",
+        "file that `moe-nvlink tune` wrote on such a machine: launches choose as it says",
+    ),
     "MOE_NVLINK_COMBINE": (
         "bf16",
         "format in which rows travel back: bf16 (unquantised), fp8_block, nvfp4, fp8_tensor",
@@ -259,9 +263,19 @@ def small_tokens() -> int | None:
     return int(text)
 
 
+def asked_host_threads() -> int | None:
+    """Return the number of threads per CPU rank that the user has set; None if it is not set."""
+    return _integer("MOE_NVLINK_HOST_THREADS", MAX_HOST_THREADS, "1")
+
+
 def host_threads() -> int:
     """Return the number of threads per CPU rank."""
-    return _integer("MOE_NVLINK_HOST_THREADS", MAX_HOST_THREADS, "1") or 1
+    return asked_host_threads() or 1
+
+
+def tuning() -> str:
+    """Return the default of AllToAllConfig.tuning; "" means no file."""
+    return _text("MOE_NVLINK_TUNING") or ""
 
 
 def timeout_s(default: float = 300.0) -> float:

@@ -28,7 +28,8 @@ from typing_extensions import Self
 
 from benchmarks.moe_comm import options, peer_cake, peer_launches, peer_source, routers
 from benchmarks.moe_comm.terms import VERBS, Work
-from moe_nvlink_plugin.config import GPU_SMALL_TOKENS, MAX_SMALL_TOKENS, AllToAllConfig
+from moe_nvlink_plugin.choices import TODAY
+from moe_nvlink_plugin.config import MAX_SMALL_TOKENS, AllToAllConfig
 from moe_nvlink_plugin.exchange import arguments, shapes
 from moe_nvlink_plugin.exchange.sizes import layer_layout, payload_rows
 from moe_nvlink_plugin.exchange.small_batches import (
@@ -224,7 +225,7 @@ class Ours(Layer):
         most_small_tokens: with so many, the kernels for small batches run; as in the product.
     """
 
-    most_small_tokens = GPU_SMALL_TOKENS
+    most_small_tokens = TODAY.most_small_tokens
 
     def _small_tokens(self) -> int:
         """Return the layer's small_tokens: none, unless a batch of the work is small."""

@@ -66,6 +66,7 @@ class Options(NamedTuple):
             connects them, or if the self-check fails; None: they stop.
         self_check: rounds that the ranks hold to the reference when the server starts: "quick",
             "full" or "off".
+        tuning: as AllToAllConfig.tuning; None takes MOE_NVLINK_TUNING.
     """
 
     dispatch: str = AUTO
@@ -76,6 +77,7 @@ class Options(NamedTuple):
     overlap_shared_experts: bool = False
     fallback: str | None = None
     self_check: str = SELF_CHECKS[0]
+    tuning: str | None = None
 
     @property
     def shares_lm_head(self) -> bool:
@@ -126,6 +128,9 @@ def read(given: Any, wording: Wording) -> Options:
     overlaps: object = chosen.overlap_shared_experts  # of any type: a user wrote it
     if not isinstance(overlaps, bool):
         raise ConfigError(f"{where}: overlap_shared_experts={overlaps!r} is not true or false")
+    tuning: object = chosen.tuning
+    if not isinstance(tuning, str | None):
+        raise ConfigError(f"{where}: tuning={tuning!r} is no path of a file of moe-nvlink tune")
     _check_global_scale(chosen, where)
     _check_mtp_lm_head(chosen, where)
     _check_fallback(chosen, wording)

@@ -99,6 +99,7 @@ class ExchangePool:
             ep_size=self.ranks.size,
             ep_rank=self.ranks.rank,
             combine=self.options.combine,
+            tuning=self.options.tuning,
             ranks_may_leave=False,
             timeout_s=env.timeout_s(FAULT_TIMEOUT_S) if self._tolerates_faults else None,
             first_timeout_s=env.first_timeout_s() if self._tolerates_faults else None,

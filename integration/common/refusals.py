@@ -53,7 +53,9 @@ def exchange(model: str, options: Options, **sizes: Any) -> Iterator[str]:
     try:
         # What "auto" becomes is known only when the experts are chosen.
         recipe = options.dispatch if named else None
-        config = AllToAllConfig(ep_rank=0, combine=options.combine, recipe=recipe, **sizes)
+        config = AllToAllConfig(
+            ep_rank=0, combine=options.combine, recipe=recipe, tuning=options.tuning, **sizes
+        )
         MoeAllToAll.check(config)
     except ConfigError as error:
         also = f" (dispatch may also be {AUTO} or {UNQUANTISED})" if named else ""

@@ -16,10 +16,11 @@ from moe_nvlink_plugin.launch.executors import executor_for, with_index
 from moe_nvlink_plugin.memory.workspace import Workspace
 from moe_nvlink_plugin.recipes import Recipe
 
+from . import tuning
 from .layer import LayerExchange
 
 #: Config fields that may differ from rank to rank.
-OWN_FIELDS = ("ep_rank", "num_threads", "max_sms")
+OWN_FIELDS = ("ep_rank", "num_threads", "max_sms", "tuning")
 
 
 def place(config: AllToAllConfig, ranks: Group) -> Group:
@@ -71,11 +72,12 @@ def tell(group: Group, called: str, values: dict[str, str], more: Any) -> list[A
 
 def shared_values(config: AllToAllConfig) -> dict[str, str]:
     """Return name -> text of the fields that are equal on all ranks. Local."""
-    return {
+    values = {
         field.name: str(getattr(config, field.name))
         for field in dataclasses.fields(config)
         if field.name not in OWN_FIELDS
     }
+    return {**values, "tuning": str(config.choices)}
 
 
 def check_complete(workspace: Workspace[Executor]) -> None:
@@ -94,12 +96,14 @@ class Prepared(NamedTuple):
 
     Attributes:
         group: the ranks in their places.
+        config: with the choices of its file.
         recipe: what travels.
         workspace: a new one, or that of another layer.
         num_sms: SMs that a launch of this rank may fill.
     """
 
     group: Group
+    config: AllToAllConfig
     recipe: Recipe
     workspace: Workspace[Executor]
     num_sms: int
@@ -116,6 +120,9 @@ def prepare(
     group = place(config, ranks)
     device = with_index(device)
     recipe = plugins.find_recipe(config)
+    if isinstance(config.tuning, str) and config.tuning:
+        choices = tuning.choices_for(config.tuning, config, recipe.name, device)
+        config = dataclasses.replace(config, tuning=choices)
     if share_with is not None:
         share_with.check_open()
         workspace = share_with.workspace
@@ -140,13 +147,13 @@ def prepare(
                 f"{list(members_of(workspace.group))}; pass the same places, in their order, to "
                 "all layers of a workspace"
             )
-        return Prepared(group, recipe, workspace, _num_sms(config, workspace.executor))
+        return Prepared(group, config, recipe, workspace, _num_sms(config, workspace.executor))
     transport = plugins.find_transport(config.transport, device)
     executor = executor_for(transport.executor, device)
     num_sms = _num_sms(config, executor)
     workspace = Workspace(group, transport, executor, device)
     workspace.is_elastic = config.places is not None
-    return Prepared(group, recipe, workspace, num_sms)
+    return Prepared(group, config, recipe, workspace, num_sms)
 
 
 def _num_sms(config: AllToAllConfig, executor: Executor) -> int:
@@ -154,7 +161,7 @@ def _num_sms(config: AllToAllConfig, executor: Executor) -> int:
     return min(share, config.max_sms or share)
 
 
-def check_agreement(config: AllToAllConfig, prepared: Prepared, *, shares: bool) -> int:
+def check_agreement(prepared: Prepared, *, shares: bool) -> int:
     """Check that configurations agree, and that all ranks share the same workspace or none.
 
     Collective. Otherwise some ranks would wait in the collective step that grows a workspace.
@@ -162,7 +169,7 @@ def check_agreement(config: AllToAllConfig, prepared: Prepared, *, shares: bool)
     Returns:
         `num_sms` of the rank that has the fewest.
     """
-    group, _recipe, workspace, num_sms = prepared
+    group, config, _recipe, workspace, num_sms = prepared
     values = shared_values(config)
     values["share_with"] = f"a layer of workspace {workspace.name}" if shares else "None"
     everyones = tell(group, "create", values, (workspace.name, num_sms))

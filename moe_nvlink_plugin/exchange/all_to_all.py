@@ -18,7 +18,7 @@ from moe_nvlink_plugin.memory.startup import Timeouts
 from moe_nvlink_plugin.memory.workspace import ExchangeStats
 from moe_nvlink_plugin.recipes import Recipe
 
-from . import agreement, checks, elastic, ops, sizes
+from . import agreement, checks, elastic, ops, sizes, tuning
 from .calls import Combine, Dispatch, Dispatched, DispatchMetadata
 from .in_flight import InFlight
 from .layer import LayerExchange
@@ -92,12 +92,14 @@ class MoeAllToAll:
 
         Raises:
             ConfigError: the recipe is unknown; or the recipe, its scales' layout or the format of
-                combine does not suit the configuration.
+                combine does not suit the configuration; or the file of `tuning` cannot be read.
         """
         check_kind(config, AllToAllConfig)
         recipe = plugins.find_recipe(config)
         sizes.payload_rows(config, recipe)
         sizes.quantised_combine_rows(config)
+        if isinstance(config.tuning, str) and config.tuning:
+            tuning.load(config.tuning)
         return recipe
 
     @classmethod
@@ -112,7 +114,8 @@ class MoeAllToAll:
         """Create the exchange of one layer. Collective; not capturable.
 
         Args:
-            config: equal on every rank, `ep_rank`, `num_threads` and `max_sms` apart.
+            config: equal on every rank, `ep_rank`, `num_threads` and `max_sms` apart; files of
+                `tuning` must say the same.
             group: a torch ProcessGroup (with a CPU backend), or an object with rank, size and
                 all_gather_object.
             device: where the tensors live.
@@ -125,7 +128,8 @@ class MoeAllToAll:
         Raises:
             ExchangeStateError: `mask` has left out ranks of share_with's workspace, which would
                 have to take part. Raised on every rank.
-            ConfigError: the configuration does not fit the group, or names unknown parts.
+            ConfigError: the configuration does not fit the group, or names unknown parts; or its
+                file of choices (tuning) is torn, or belongs to another machine or layer.
             DisagreementError: the ranks' configurations differ; raised on every rank.
             UnsupportedError: no transport supports the device.
             TransportError, CompileError: this rank could not get its memory or its kernels.
@@ -142,8 +146,8 @@ class MoeAllToAll:
             "preparing the exchange",
             lambda: agreement.prepare(config, ranks, torch.device(device), sharing),
         )
-        recipe, workspace = prepared.recipe, prepared.workspace
-        num_sms = agreement.check_agreement(config, prepared, shares=sharing is not None)
+        config, recipe, workspace = prepared.config, prepared.recipe, prepared.workspace
+        num_sms = agreement.check_agreement(prepared, shares=sharing is not None)
         # Equal on all ranks, which agree on the rest. Before they have agreed, an error here would
         # be this rank's alone, and the others would wait for it.
         config = with_small_tokens(config, recipe, num_sms)

@@ -99,7 +99,8 @@ def join(
         "preparing the renewal",
         lambda: [agreement.prepare(config, ranks, device, None) for config in configs],
     )
-    placed, _recipe, workspace, _num_sms = prepared[0]
+    placed, workspace = prepared[0].group, prepared[0].workspace
+    configs = [one.config for one in prepared]
     known = _agree(placed, configs, None)
     workspace.name = known.name
     configs = [

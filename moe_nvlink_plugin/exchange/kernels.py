@@ -65,11 +65,12 @@ def _num_tokens(args: Any) -> int:
 
 
 def _dispatch_shape(num_tokens: int, sizes: DispatchSizes, limits: Limits) -> Shape:
-    return dispatch_shape(num_tokens, sizes.row_bytes, sizes.tail_bytes, limits)
+    return dispatch_shape(num_tokens, sizes.row_bytes, sizes.tail_bytes, limits, sizes.choices)
 
 
 def _combine_shape(num_tokens: int, sizes: CombineSizes, limits: Limits) -> Shape:
-    return combine_shape(num_tokens, sizes.hidden_size, sizes.element_bytes, limits, sizes.slots)
+    hidden_size, element_bytes, slots, choices = sizes
+    return combine_shape(num_tokens, hidden_size, element_bytes, limits, slots, choices)
 
 
 DISPATCH: Kernel[DispatchSizes] = Kernel(

@@ -13,7 +13,7 @@ from moe_nvlink_plugin.launch.kernel import ELEMENT, Variant
 
 from .arguments import all_ids_travel, combine_code
 from .kernels import COMBINE, DISPATCH, LAYER, QUANTISER, SMALL_COMBINE, SMALL_DISPATCH
-from .shapes import LAID_OUT_WEIGHT, CombineSizes, DispatchSizes, quantising_lanes
+from .shapes import CombineSizes, DispatchSizes, quantising_lanes
 from .sizes import combine_dtypes, small_combine_tokens
 from .small_batches import small_combine_sizes, small_dispatch_sizes
 
@@ -60,14 +60,16 @@ class LayerLaunches:
         ranks_on_device: int = 1,
     ) -> None:
         assert config.num_threads is not None
-        threads, ranks = config.num_threads, config.ep_size
-        budget = Budget(threads, config.max_sms, ranks, config.num_channels, ranks_on_device)
+        threads, ranks, choices = config.num_threads, config.ep_size, config.choices
+        budget = Budget(
+            threads, config.max_sms, ranks, config.num_channels, ranks_on_device, choices.pdl
+        )
         launcher = executor.launcher(variant(config, quantiser), budget)
         slots = ranks * config.max_tokens_per_rank
         # Ids, and weights beside them if dispatch writes their zeros too.
         tail_bytes = slots * row_bytes["recv_topk_ids"] * (1 if all_ids_travel(config) else 2)
         if config.scales_layout != "linear":
-            tail_bytes += LAID_OUT_WEIGHT * slots * row_bytes["recv_scales"]
+            tail_bytes += choices.laid_out_weight * slots * row_bytes["recv_scales"]
         loaded_bytes = {0: max(row_bytes.values())}
         if quantiser:
             lanes = quantising_lanes(config.hidden_size)
@@ -75,7 +77,7 @@ class LayerLaunches:
         self._dispatches = {
             code: launcher.load(
                 DISPATCH,
-                DispatchSizes(widest, tail_bytes),
+                DispatchSizes(widest, tail_bytes, choices),
                 **{QUANTISER.name: code},
             )
             for code, widest in loaded_bytes.items()
@@ -87,7 +89,7 @@ class LayerLaunches:
         self._combines = {
             code: launcher.load(
                 COMBINE,
-                CombineSizes(config.hidden_size, element_bytes, slots_to_quantise),
+                CombineSizes(config.hidden_size, element_bytes, slots_to_quantise, choices),
                 **{ELEMENT.name: code},
             )
             for code, element_bytes in self._element_bytes.items()

@@ -9,36 +9,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from moe_nvlink_plugin.launch.shape import (
-    FEW_THREADS,
-    VECTOR_BYTES,
-    Limits,
-    Shape,
-    ceil_div,
-    whole_warps,
-)
+from moe_nvlink_plugin.choices import TODAY, Choices
+from moe_nvlink_plugin.launch.shape import VECTOR_BYTES, Limits, Shape, ceil_div, whole_warps
 
 #: Elements of a quantised row that one thread of combine takes at a time (kQuantisedWidth of
 #: add_rows.h on the GPU).
 QUANTISED_WIDTH = 8
 #: Elements that one thread of dispatch quantises at a time (kLaneElements of platform_gpu.h).
 LANE_ELEMENTS = 16
-#: Bytes of empty slots for which one more CTA of dispatch is worth launching (an estimate), and the
-#: most CTAs that mark empty slots (kMaxFinishers of config.h).
-MARKED_BYTES_PER_CTA = 64 * 1024
-MOST_MARKING_CTAS = 32
-#: What a byte of a scale in another layout costs beside a byte of an empty slot: it is loaded and
-#: stored in words of 4 bytes (an estimate).
-LAID_OUT_WEIGHT = 4
-#: A combine of many tokens takes no more CTAs than so many SMs hold. They fill the links of a
-#: GB200; those of an H200 are full with half of them. More CTAs would only take registers while
-#: they wait for peers, and kernels of other streams (shared experts) would find fewer. Modelled, 8
-#: ranks, 2048 tokens: on GB200 288.4 us with all SMs, 289.7 with 96, 296.0 with 64; on H200 561.5
-#: with all, 560.0 with 48. Dispatch has no such limit: its CTAs end when they have put their rows,
-#: and at most MOST_MARKING_CTAS of them wait.
-FULL_LINK_SMS = 96
-#: Tokens for each CTA from which on a token more or less for some of them costs little.
-MANY_TOKENS_PER_CTA = 4
 
 
 class DispatchSizes(NamedTuple):
@@ -48,12 +26,14 @@ class DispatchSizes(NamedTuple):
         row_bytes: bytes of the widest payload's row; with a quantiser, 16 bytes for each thread
             that can quantise at once.
         tail_bytes: bytes that dispatch writes at its end: the expert ids in all slots, which it may
-            have to mark as empty; the weights, if it writes zeros there; and LAID_OUT_WEIGHT times
-            the scales, if it lays them out.
+            have to mark as empty; the weights, if it writes zeros there; and
+            Choices.laid_out_weight times the scales, if it lays them out.
+        choices: of the layer.
     """
 
     row_bytes: int
     tail_bytes: int
+    choices: Choices = TODAY
 
 
 class CombineSizes(NamedTuple):
@@ -62,6 +42,7 @@ class CombineSizes(NamedTuple):
     hidden_size: int
     element_bytes: int
     slots: int
+    choices: Choices = TODAY
 
 
 class SmallSizes(NamedTuple):
@@ -78,6 +59,7 @@ class SmallSizes(NamedTuple):
         received_cost: time that a CTA needs for a received part, in the same unit.
         fixed_parts: whether a receiver takes the same part of all its rows, so that as many
             receivers should take each part.
+        choices: of the layer.
     """
 
     send_parts: int
@@ -87,6 +69,7 @@ class SmallSizes(NamedTuple):
     sent_cost: float = 1.0
     received_cost: float = 1.0
     fixed_parts: bool = False
+    choices: Choices = TODAY
 
 
 def small_shape(num_tokens: int, sizes: SmallSizes, limits: Limits) -> Shape:
@@ -96,7 +79,7 @@ def small_shape(num_tokens: int, sizes: SmallSizes, limits: Limits) -> Shape:
     both roles have a CTA at least. If not all parts fit, each role gets CTAs as its parts take
     time.
     """
-    threads = min(FEW_THREADS, limits.max_threads)
+    threads = min(sizes.choices.small_threads, limits.max_threads)
     most = limits.resident(threads)
     if most < 2:
         return Shape(1, threads, 1)  # one CTA has both roles
@@ -123,7 +106,9 @@ def quantising_lanes(hidden_size: int) -> int:
     return hidden_size if hidden_size % LANE_ELEMENTS else hidden_size // LANE_ELEMENTS
 
 
-def dispatch_shape(num_tokens: int, row_bytes: int, tail_bytes: int, limits: Limits) -> Shape:
+def dispatch_shape(
+    num_tokens: int, row_bytes: int, tail_bytes: int, limits: Limits, choices: Choices = TODAY
+) -> Shape:
     """Return the launch shape of dispatch, in which a CTA takes one token at a time.
 
     Args:
@@ -131,26 +116,33 @@ def dispatch_shape(num_tokens: int, row_bytes: int, tail_bytes: int, limits: Lim
         row_bytes: as in DispatchSizes.
         tail_bytes: as in DispatchSizes.
         limits: limits of the kernel on this GPU.
+        choices: of the layer.
     """
-    threads = min(FEW_THREADS, limits.max_threads)
-    if num_tokens <= limits.num_sms or limits.blocks_per_sm(threads) == 1:
-        # Each CTA has an SM alone. It gets one thread for each vector of the row, so the whole row
-        # is in flight at once.
+    threads = min(choices.dispatch_threads, limits.max_threads)
+    wide = choices.wide_ctas_per_sm * limits.num_sms
+    if num_tokens <= wide or limits.blocks_per_sm(threads) == 1:
+        # Each CTA has an SM alone, or nearly. It gets one thread for each vector of the row, so the
+        # whole row is in flight at once.
         threads = whole_warps(ceil_div(row_bytes, VECTOR_BYTES), limits.max_threads)
-    marking = min(ceil_div(tail_bytes, MARKED_BYTES_PER_CTA), MOST_MARKING_CTAS)
+    marking = min(ceil_div(tail_bytes, choices.marked_bytes_per_cta), choices.marking_ctas)
     blocks = max(num_tokens, marking, 1)
     return Shape(min(blocks, max(limits.resident(threads), 1)), threads)
 
 
 def combine_shape(
-    num_tokens: int, hidden_size: int, element_bytes: int, limits: Limits, slots: int = 0
+    num_tokens: int,
+    hidden_size: int,
+    element_bytes: int,
+    limits: Limits,
+    slots: int = 0,
+    choices: Choices = TODAY,
 ) -> Shape:
     """Return the launch shape of combine, which splits a row over CTAs while all of them fit.
 
     With few tokens, each thread then loads one vector of each of the top_k rows. All these loads
     are in flight together, so the call costs one trip to the peers instead of one per vector. With
     many tokens, a CTA takes whole rows. Then an SM holds several CTAs, and one computes while
-    others wait for peers. With very many, FULL_LINK_SMS bounds the grid.
+    others wait for peers. With very many, Choices.full_link_sms bounds the grid.
 
     Args:
         num_tokens: tokens of this call on this rank.
@@ -160,17 +152,18 @@ def combine_shape(
         slots: with a format, the rows that this rank can receive and then quantises; 0 without a
             format. Only the GPU knows how many rows the rank has received, and a rank without
             tokens may have received the most. So each slot gets a CTA while they fit.
+        choices: of the layer.
     """
     vectors = ceil_div(hidden_size * element_bytes, VECTOR_BYTES)
     if slots:
         vectors = ceil_div(hidden_size, QUANTISED_WIDTH)
-    most = min(FEW_THREADS, limits.max_threads)
+    most = min(choices.combine_threads, limits.max_threads)
     parts = ceil_div(vectors, most)
     # Even parts: 896 vectors make four parts of 224, not three of 256 and one of 128.
     threads = whole_warps(ceil_div(vectors, parts), most)
     resident = max(limits.resident(threads), 1)
-    splits = max(min(parts, resident // max(num_tokens, 1)), 1)
-    pulling = min(limits.num_sms, FULL_LINK_SMS) * limits.blocks_per_sm(threads)
-    if not slots and num_tokens >= MANY_TOKENS_PER_CTA * pulling > 0:
+    splits = max(min(parts, choices.most_splits or parts, resident // max(num_tokens, 1)), 1)
+    pulling = min(limits.num_sms, choices.full_link_sms) * limits.blocks_per_sm(threads)
+    if not slots and num_tokens >= choices.many_tokens_per_cta * pulling > 0:
         resident = pulling
     return Shape(min(max(num_tokens * splits, slots, 1), resident), threads, splits)

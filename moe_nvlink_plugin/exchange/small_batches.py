@@ -11,7 +11,7 @@ import functools
 import logging
 from collections.abc import Mapping
 
-from moe_nvlink_plugin.config import GPU_SMALL_TOKENS, MAX_STAGING_BYTES, AllToAllConfig
+from moe_nvlink_plugin.config import MAX_STAGING_BYTES, AllToAllConfig
 from moe_nvlink_plugin.launch.shape import ceil_div
 from moe_nvlink_plugin.recipes import PayloadRow, QuantisingRecipe, Recipe
 
@@ -38,12 +38,6 @@ MAX_STAGED_BYTES = 16384
 _SENT_TO_TARGETS = (10 / 6, 1 / 6)
 _SUM_OF_ROWS = (2.0, 1 / 3)
 
-#: With so many received parts a CTA, dispatch for any size is as fast; with so many sent parts,
-#: combine for any size is.
-_MOST_PARTS_OF_DISPATCH, _MOST_PARTS_OF_COMBINE = 7.0, 2.5
-#: CTAs of these kernels on an SM, as they were tried.
-_CTAS_PER_SM = 2
-
 
 def with_small_tokens(config: AllToAllConfig, recipe: Recipe, num_sms: int) -> AllToAllConfig:
     """Return the configuration with limits of small batches: what it asks for, and fits. Local.
@@ -61,7 +55,12 @@ def with_small_tokens(config: AllToAllConfig, recipe: Recipe, num_sms: int) -> A
     packed = packed_bytes(row.row_bytes for row in rows.values())
     asked, to_combine = config.small_tokens, config.small_combine_tokens
     if asked is None:
-        asked = min(GPU_SMALL_TOKENS, _worth_it_in_dispatch(config, packed, num_sms))
+        asked = config.choices.small_tokens
+        if asked is None:
+            most = config.choices.most_small_tokens
+            asked = min(most, _worth_it_in_dispatch(config, packed, num_sms))
+        if to_combine is None:
+            to_combine = config.choices.small_combine_tokens
         if to_combine is None:
             to_combine = _worth_it_in_combine(config, num_sms)
     staged = staging_rows(config, packed)
@@ -115,13 +114,15 @@ def _say_once(text: str) -> None:
 def _worth_it_in_dispatch(config: AllToAllConfig, packed: int, num_sms: int) -> int:
     targets = _rows_per_token(config)
     token = ceil_div(packed, PART_BYTES) * (_cost(_SENT_TO_TARGETS, targets) + targets)
-    return int(_MOST_PARTS_OF_DISPATCH * _CTAS_PER_SM * num_sms / token)
+    choices = config.choices
+    return int(choices.small_dispatch_parts * choices.small_ctas_per_sm * num_sms / token)
 
 
 def _worth_it_in_combine(config: AllToAllConfig, num_sms: int) -> int:
     rows = _rows_per_token(config)
     token = ceil_div(widest_combine_row(config), PART_BYTES) * (rows + _cost(_SUM_OF_ROWS, rows))
-    return int(_MOST_PARTS_OF_COMBINE * _CTAS_PER_SM * num_sms / token)
+    choices = config.choices
+    return int(choices.small_combine_parts * choices.small_ctas_per_sm * num_sms / token)
 
 
 def small_dispatch_sizes(
@@ -137,8 +138,16 @@ def small_dispatch_sizes(
     parts = ceil_div(packed_bytes(row_bytes.values()), PART_BYTES)
     targets = _rows_per_token(config)
     sent_parts = 1 if quantiser else parts
-    cost = parts / sent_parts * _cost(_SENT_TO_TARGETS, targets)
-    return SmallSizes(sent_parts, parts, received_rows=targets, sent_cost=cost, fixed_parts=True)
+    choices = config.choices
+    cost = parts / sent_parts * _cost(_SENT_TO_TARGETS, targets) * choices.sent_weight
+    return SmallSizes(
+        sent_parts,
+        parts,
+        received_rows=targets,
+        sent_cost=cost,
+        fixed_parts=True,
+        choices=choices,
+    )
 
 
 def small_combine_sizes(config: AllToAllConfig, element_bytes: int) -> SmallSizes:
@@ -150,7 +159,9 @@ def small_combine_sizes(config: AllToAllConfig, element_bytes: int) -> SmallSize
     """
     parts = ceil_div(config.hidden_size * element_bytes, PART_BYTES)
     rows = _rows_per_token(config)
-    return SmallSizes(parts, parts, sent_rows=rows, received_cost=_cost(_SUM_OF_ROWS, rows))
+    choices = config.choices
+    cost = _cost(_SUM_OF_ROWS, rows) * choices.summed_weight
+    return SmallSizes(parts, parts, sent_rows=rows, received_cost=cost, choices=choices)
 
 
 def _cost(costs: tuple[float, float], count: int) -> float:

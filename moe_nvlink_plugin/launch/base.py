@@ -19,6 +19,7 @@ class Budget(NamedTuple):
         num_ranks: ranks of the group.
         num_channels: channels of the exchange; a kernel of each may wait at the same time.
         ranks_on_device: ranks of the group on this device, as SymmetricMemory counts them.
+        pdl: whether a kernel may start while the one before it in its stream ends.
     """
 
     num_threads: int
@@ -26,6 +27,7 @@ class Budget(NamedTuple):
     num_ranks: int
     num_channels: int = 1
     ranks_on_device: int = 1
+    pdl: bool = True
 
 
 #: Launches one loaded kernel with a struct of arguments, and keeps no reference to the struct. On a

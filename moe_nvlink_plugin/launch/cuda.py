@@ -185,7 +185,7 @@ class _CudaLauncher:
     def __init__(self, executor: CudaExecutor, variant: Variant, budget: Budget) -> None:
         self._executor, self._variant = executor, variant
         self._room = _Room(executor.num_sms(), budget)
-        self._pdl = executor.pdl and not self._room.is_shared
+        self._pdl = executor.pdl and budget.pdl and not self._room.is_shared
         if budget.num_channels > 1 and budget.num_ranks > 1:
             _advise_eager_loading()
             connections = env.cuda_connections()

@@ -1,7 +1,7 @@
 """Launch geometry of the kernels on a GPU: CTAs, threads, and how many CTAs share a token's row.
 
 The rules are plain arithmetic on counts, so tests need no GPU. They follow from how the kernels
-hide latency (kernels/README.md). Their constants are estimates, except those of small batches.
+hide latency (kernels/README.md). What they choose freely is the table of choices.py.
 
 A grid never exceeds what a GPU without other work holds at once, because a CTA that starts late
 only makes the round longer. The rule of each kernel stands beside its `Kernel`.
@@ -18,9 +18,6 @@ from moe_nvlink_plugin.errors import ConfigError
 #: Bytes that one thread moves at a time (kVectorBytes of platform_gpu.h).
 VECTOR_BYTES = 16
 WARP = 32
-#: Threads of a CTA if there are enough tokens to fill the GPU. Then several CTAs share an SM, and
-#: while one waits at a barrier, another copies.
-FEW_THREADS = 256
 MOST_THREADS = 1024
 
 

@@ -8,20 +8,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from moe_nvlink_plugin.choices import TODAY
 from moe_nvlink_plugin.launch.kernel import ELEMENT, PDL, Family, Kernel
-from moe_nvlink_plugin.launch.shape import (
-    FEW_THREADS,
-    VECTOR_BYTES,
-    Limits,
-    Shape,
-    ceil_div,
-    whole_warps,
-)
+from moe_nvlink_plugin.launch.shape import VECTOR_BYTES, Limits, Shape, ceil_div, whole_warps
 from moe_nvlink_plugin.memory.phases import Phase
 
-#: Bytes of a row's logits for which one more CTA is worth launching: a few vectors per thread. An
-#: estimate.
-LOGITS_BYTES_PER_CTA = 16 * 1024
 #: Most CTAs that share one row of logits (kMaxHeadSplits of config.h).
 MOST_HEAD_SPLITS = 8
 
@@ -62,9 +53,10 @@ def head_argmax_shape(num_rows: int, row_bytes: int, limits: Limits) -> Shape:
         row_bytes: bytes of one row's logits on this rank.
         limits: limits of the kernel on this GPU.
     """
-    threads = whole_warps(ceil_div(row_bytes, VECTOR_BYTES), min(FEW_THREADS, limits.max_threads))
+    most = min(TODAY.head_threads, limits.max_threads)
+    threads = whole_warps(ceil_div(row_bytes, VECTOR_BYTES), most)
     resident = max(limits.resident(threads), 1)
-    worth = min(ceil_div(row_bytes, LOGITS_BYTES_PER_CTA), MOST_HEAD_SPLITS)
+    worth = min(ceil_div(row_bytes, TODAY.logits_bytes_per_cta), MOST_HEAD_SPLITS)
     rows = max(num_rows, 1)
     splits = max(min(worth, resident // rows), 1)
     return Shape(min(rows * splits, resident), threads, splits)

@@ -11,9 +11,10 @@ from moe_nvlink_plugin import frameworks
 from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
 from moe_nvlink_plugin.jit import nvrtc
 from moe_nvlink_plugin.launch.kernel import Variant
+from moe_nvlink_plugin.version import own_version
 
 from . import dump_source, precompile
-from .shipped import FAMILIES, own_version
+from .shipped import FAMILIES
 
 _VERIFY = """
 Runs every kernel of this package on this machine's ranks and holds every received bit and every sum
@@ -23,6 +24,15 @@ launcher it starts the ranks itself; or, over several nodes:
   torchrun --nproc-per-node 8 -m moe_nvlink_plugin verify
 
 The last line is the verdict. The exit code is 0 if every round was right, else 1."""
+
+_TUNE = """
+Measures what launches may choose (moe_nvlink_plugin/choices.py) for one layer on this machine: a
+candidate wins if it is clearly faster, and only if its results have the same bits. If anything
+gains, writes a file for servers and programs that start with MOE_NVLINK_TUNING=FILE. The file names
+the machine and the layer, and is refused elsewhere. Name your layer as it will run, --max-tokens
+included; a second layer is added to the file. torchrun may start it:
+
+  torchrun --nproc-per-node 8 -m moe_nvlink_plugin tune --recipe fp8_block --output tuned.json"""
 
 _PRECOMPILE = """
 Compiles the GPU kernels into a cache directory, for images that have neither a compiler nor a
@@ -142,6 +152,7 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="print JSON instead of text")
     _add_verify(commands)
+    _add_tune(commands)
     compiling = commands.add_parser(
         "precompile",
         help="compile kernels ahead of time",
@@ -225,29 +236,91 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verify.add_argument("--quick", action="store_true", help="the shortest checks, and no table")
-    verify.add_argument(
+    _add_layer(verify, "most tokens of a rank in a check (default: 128 on GPUs, 64 on CPU ranks)")
+    verify.add_argument("--output", type=Path, metavar="FILE", help="report as JSON")
+
+
+def _add_layer(command: argparse.ArgumentParser, max_tokens: str) -> None:
+    """Add the options of ranks and of a layer's sizes."""
+    command.add_argument(
         "--device", choices=["cpu", "cuda"], help="default: cuda if torch sees a GPU, else cpu"
     )
-    verify.add_argument(
+    command.add_argument(
         "--ranks", type=_count, default=0, metavar="N", help="to start (default: the GPUs, or 2)"
     )
     for name, what in (
         ("num-experts", "experts of the layer (default: 256 on GPUs, 64 on CPU ranks)"),
         ("hidden-size", "elements of a row (default: 7168 on GPUs, 1024 on CPU ranks)"),
-        ("max-tokens", "most tokens of a rank in a check (default: 128 on GPUs, 64 on CPU ranks)"),
+        ("max-tokens", max_tokens),
     ):
-        verify.add_argument(f"--{name}", type=_count, default=0, metavar="N", help=what)
-    verify.add_argument(
+        command.add_argument(f"--{name}", type=_count, default=0, metavar="N", help=what)
+    command.add_argument(
         "--top-k", type=_count, default=8, metavar="N", help="experts of a token (default: 8)"
     )
-    verify.add_argument(
+    command.add_argument(
         "--timeout",
         type=_seconds,
         default=20.0,
         metavar="S",
         help="seconds that a rank waits for another one (default: 20)",
     )
-    verify.add_argument("--output", type=Path, metavar="FILE", help="report as JSON")
+
+
+def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    tune = commands.add_parser(
+        "tune",
+        help="measure what launches may choose, and write what is faster here",
+        description=_TUNE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_layer(tune, "most tokens of a rank in a call (default: 1024 on GPUs, 64 on CPU ranks)")
+    tune.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float16", "float32"],
+        default="bfloat16",
+        help="of activations (default: bfloat16)",
+    )
+    tune.add_argument(
+        "--recipe", default="", metavar="RECIPE", help="what travels (default: unquantised)"
+    )
+    tune.add_argument(
+        "--combine", default="bf16", metavar="FORMAT", help="what travels back (default: bf16)"
+    )
+    tune.add_argument(
+        "--budget",
+        type=_seconds,
+        default=180.0,
+        metavar="S",
+        help="seconds for the search, beside what compiles (default: 180)",
+    )
+    tune.add_argument(
+        "--output",
+        type=Path,
+        default=Path("moe-nvlink-tuning.json"),
+        metavar="FILE",
+        help="file to write, or to add the layer to (default: moe-nvlink-tuning.json)",
+    )
+
+
+def _run_tune(options: argparse.Namespace) -> int:
+    from . import tune
+
+    return tune.main(
+        tune.Options(
+            device=options.device or "",
+            ranks=options.ranks,
+            num_experts=options.num_experts,
+            top_k=options.top_k,
+            hidden_size=options.hidden_size,
+            max_tokens=options.max_tokens,
+            dtype=options.dtype,
+            recipe=options.recipe,
+            combine=options.combine,
+            budget_s=options.budget,
+            timeout_s=options.timeout,
+            output=options.output,
+        )
+    )
 
 
 def _add_watch(
@@ -325,6 +398,8 @@ def _run_verify(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     if options.command == "verify":
         return _run_verify(options)
+    if options.command == "tune":
+        return _run_tune(options)
     if options.command == "doctor":
         from . import doctor
 

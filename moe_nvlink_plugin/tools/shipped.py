@@ -1,9 +1,8 @@
-"""The package's version, and every kernel that it ships, which doctor and precompile go through."""
+"""Every kernel that the package ships, which doctor and precompile go through."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
@@ -12,14 +11,6 @@ from moe_nvlink_plugin.lm_head.kernels import HEAD
 
 #: Help and reports name the families in this order.
 FAMILIES: tuple[Family, ...] = (LAYER, HEAD)
-
-
-def own_version() -> str:
-    """Return this package's version; "not installed" in a checkout. Local."""
-    try:
-        return importlib.metadata.version("moe-nvlink-plugin")
-    except importlib.metadata.PackageNotFoundError:  # benchmarks/on_gpu.sh runs a checkout
-        return "not installed"
 
 
 def kernel_text_digest() -> str:

@@ -1,27 +1,15 @@
 """moe-nvlink verify: ranks run every kernel against the reference, and time it beside others.
 
-A launcher starts the ranks (torchrun, or whatever sets RANK, WORLD_SIZE and MASTER_ADDR), or this
-command starts them on this machine.
+ranks.py starts the ranks, or finds that a launcher has.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import faulthandler
-import io
+import functools
 import json
-import multiprocessing
-import os
-import signal
 import sys
-import tempfile
-import threading
 import time
-import traceback
-from collections.abc import Sequence
-from multiprocessing import connection
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,25 +18,23 @@ import torch.distributed as dist
 
 from moe_nvlink_plugin import env
 from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError, PeerError
-from moe_nvlink_plugin.groups import Group, as_group, refuse_differences
+from moe_nvlink_plugin.groups import Group, refuse_differences
 from moe_nvlink_plugin.verify import table
 from moe_nvlink_plugin.verify.checks import Check, is_mismatch
 from moe_nvlink_plugin.verify.plan import Geometry, plan, unsuited
+from moe_nvlink_plugin.version import own_version
 
-from .shipped import own_version
+from . import ranks, tune
 
 #: A process whose check or table takes so many seconds, beside two waits for other ranks, prints
 #: where it is, and ends.
 _LIMIT_S = 1200.0
 
-#: The ranks end within so many seconds beside their waits; rank 0 writes the report meanwhile.
-_AFTER_FIRST_S = 180.0
-
 #: Tokens of a rank in the table's rows.
 _TOKENS = (1, 8, 32, 128, 512, 1024, 4096)
 
-#: The table's time in seconds.
-_TABLE_S = 20.0
+#: The table's time in seconds, and that of tuned values against today's.
+_TABLE_S, _TUNED_S = 20.0, 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,16 +79,12 @@ def main(options: Options) -> int:
     Raises:
         ConfigError: an option cannot be.
     """
-    kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no GPU; ask moe-nvlink doctor why")
-    options = dataclasses.replace(options, device=kind)
+    options = dataclasses.replace(options, device=ranks.device_kind(options.device))
     launched = env.launched()
     if options.output is not None and (launched is None or launched.rank == 0):
         _check_writable(options.output)
-    if launched is None:
-        return _start_ranks(options)
-    return _start_own_rank(options, launched)
+    wanted = ranks.Wanted("verify", options.device, options.ranks, options.timeout_s, _LIMIT_S)
+    return ranks.run(wanted, functools.partial(_verified, options))
 
 
 def _check_writable(file: Path) -> None:
@@ -117,161 +99,30 @@ def _unwritable(file: Path, error: OSError) -> ConfigError:
     return ConfigError(f"--output {file} cannot be written: {error.strerror}")
 
 
-def _start_ranks(options: Options) -> int:
-    """Start the ranks as processes of this machine and wait for them."""
-    gpus = torch.cuda.device_count() if options.device == "cuda" else 0
-    ranks = options.ranks or (gpus if gpus > 1 else 2)
-    if 0 < gpus < ranks:
-        env.share_gpu()
-        print(f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}; times mean nothing", flush=True)
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = f"file://{folder}/store"
-        processes = [
-            context.Process(
-                target=_child, args=(options, rank, ranks, rank % gpus if gpus else None, meeting)
-            )
-            for rank in range(ranks)
-        ]
-        try:
-            for process in processes:
-                process.start()
-            _join(processes, _AFTER_FIRST_S + 2 * options.timeout_s)
-        except KeyboardInterrupt:
-            print("verify: interrupted", flush=True)
-            return 130
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-    codes = [process.exitcode for process in processes]
-    died = [f"rank {rank}: {code}" for rank, code in enumerate(codes) if code not in (0, 1)]
-    if died:
-        print(f"verify: FAILED: processes ended early, exit status of {', '.join(died)}")
-    return 0 if not any(codes) else 1
-
-
-def _start_own_rank(options: Options, launched: env.Launched) -> int:
-    """Run a launcher's rank in a process of its own, whose death this one tells."""
-    rank = launched.rank
-    gpu = (launched.local_rank or 0) if options.device == "cuda" else None
-    process = multiprocessing.get_context("spawn").Process(
-        target=_child, args=(options, rank, launched.world_size, gpu, "env://")
-    )
-    # Rank 0 has the verdict; others write where a launcher's own words go.
-    output = sys.stderr if rank else sys.stdout
-
-    def ended(signal_number: int, _frame: object) -> None:
-        # A launcher ends all ranks when the first has ended in error.
-        process.kill()
-        name = signal.Signals(signal_number).name
-        print(f"verify: FAILED: {name} has ended rank {rank}", file=output, flush=True)
-        os._exit(1)
-
-    process.start()
-    signal.signal(signal.SIGTERM, ended)
-    try:
-        process.join()
-    except KeyboardInterrupt:
-        process.kill()
-        print("verify: interrupted", file=output, flush=True)
-        return 130
-    code = process.exitcode
-    if code not in (0, 1):
-        print(
-            f"verify: FAILED: processes ended early, exit status of rank {rank}: {code}",
-            file=output,
-            flush=True,
-        )
-    return 0 if code == 0 else 1
-
-
-def _join(processes: Sequence[SpawnProcess], after_first_s: float) -> None:
-    """Wait until all have ended. Kill what still runs so many seconds after the first end.
-
-    A process that is stopped, or waits in the kernel, prints nothing and never ends.
-    """
-    connection.wait([process.sentinel for process in processes])
-    end = time.monotonic() + after_first_s
-    for process in processes:
-        process.join(max(0.0, end - time.monotonic()))
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-        process.join()
-
-
-def _child(options: Options, rank: int, ranks: int, gpu: int | None, meeting: str) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    faulthandler.enable()  # a crash says in which call
-    device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    try:
-        code = _rank(options, rank, ranks, device, meeting)
-    except Exception as error:  # of any kind: the last line is always a verdict
-        if not isinstance(error, MoeNvlinkError):
-            traceback.print_exc()
-        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
-        if rank == 0:
-            _say(f"verify: FAILED: {type(error).__name__}: {error}")
-        code = 1
-    except KeyboardInterrupt:  # the terminal tells every rank; the first process says so
-        code = 130
-    sys.exit(code)
-
-
-def _end_with_parent() -> None:
-    """End this process when the command that started it has ended, by whatever signal."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _rank(options: Options, rank: int, ranks: int, device: torch.device, meeting: str) -> int:
-    """Be one rank. Collective."""
-    _watch(options)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    limit = datetime.timedelta(seconds=max(60.0, 2 * options.timeout_s))
-    try:
-        dist.init_process_group(
-            "gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=limit
-        )
-    except (RuntimeError, ValueError) as error:  # torch raises these for every failure
-        raise PeerError(f"the ranks did not meet; start all {ranks}: {error}") from error
-    try:
-        return _verified(options, as_group(dist.group.WORLD, limit.total_seconds()), device)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-        dist.destroy_process_group()
-
-
-def _watch(options: Options) -> None:
-    """Begin the time anew after which this process ends."""
-    faulthandler.dump_traceback_later(_LIMIT_S + 2 * options.timeout_s, exit=True)
-
-
 def _verified(options: Options, group: Group, device: torch.device) -> int:
     """Run the checks and the table; rank 0 prints and writes."""
     own = dataclasses.replace(options, output=None)
     told = {name: str(value) for name, value in dataclasses.asdict(own).items()}
-    refuse_differences(group.all_gather_object(told | {"version": own_version()}))
+    told |= {"version": own_version(), "MOE_NVLINK_TUNING": "set" if env.tuning() else "unset"}
+    refuse_differences(group.all_gather_object(told))
     geometry = _geometry(options, group.size, device)
-    say = _say if group.rank == 0 else _say_nothing
+    say = ranks.voice(group.rank)
     say(_title(geometry, device))
     outcomes: list[Outcome] = []
     lines: list[table.Line] = []
+    tuned: list[str] = []
     lost = ""
     try:
         for check in plan(geometry, device, quick=options.quick):
-            _watch(options)
+            ranks.begin_anew(_LIMIT_S, options.timeout_s)
             outcomes.append(_outcome(check, group, device))
             say(_as_text(outcomes[-1]))
         if not options.quick and not any(any(outcome.wrong) for outcome in outcomes):
-            _watch(options)
+            ranks.begin_anew(_LIMIT_S, options.timeout_s)
             lines = _table(geometry, device)
             say(table.render(lines, device))
+            tuned = _tuned(options, group, device)
+            say("\n".join(f"tuning: {line}" for line in tuned))
     except (MoeNvlinkError, RuntimeError) as error:  # torch raises RuntimeError
         lost = f"{type(error).__name__}: {error}"
     verdict, code = _verdict(outcomes, lost, geometry, device)
@@ -279,7 +130,7 @@ def _verified(options: Options, group: Group, device: torch.device) -> int:
     if lost and group.rank:  # rank 0 may be the lost one
         print(f"rank {group.rank}: {lost}", file=sys.stderr, flush=True)
     if options.output is not None and group.rank == 0:
-        report = _report(geometry, outcomes, lines, verdict, code)
+        report = _report(geometry, outcomes, lines, tuned, verdict, code)
         try:
             options.output.write_text(json.dumps(report, indent=1) + "\n")
         except OSError as error:  # such as a full disk
@@ -287,11 +138,11 @@ def _verified(options: Options, group: Group, device: torch.device) -> int:
     return code
 
 
-def _geometry(options: Options, ranks: int, device: torch.device) -> Geometry:
+def _geometry(options: Options, ep_size: int, device: torch.device) -> Geometry:
     """Return the user's geometry; what is missing is DeepSeek-V3's on GPUs, a smaller on CPUs."""
     on_gpus = device.type == "cuda"
     return Geometry(
-        ep_size=ranks,
+        ep_size=ep_size,
         num_experts=options.num_experts or (256 if on_gpus else 64),
         top_k=options.top_k,
         hidden_size=options.hidden_size or (7168 if on_gpus else 1024),
@@ -312,6 +163,20 @@ def _table(geometry: Geometry, device: torch.device) -> list[table.Line]:
     config = geometry.case("table", _TOKENS[-1], device).config(dist.get_rank())
     config = dataclasses.replace(config, small_tokens=None, small_combine_tokens=None)
     return table.measure(group, device, config, _TOKENS, seconds=_TABLE_S)
+
+
+def _tuned(options: Options, group: Group, device: torch.device) -> list[str]:
+    """Return what a tuning file gains, a line for each layer; or why nothing is said. Collective.
+
+    A file that servers would refuse makes no round wrong.
+    """
+    path = env.tuning()
+    if not path:
+        return ["MOE_NVLINK_TUNING names no file; moe-nvlink tune measures whether one would help"]
+    try:
+        return tune.compared(path, group, device, seconds=_TUNED_S, timeout_s=options.timeout_s)
+    except (ConfigError, PeerError) as error:
+        return [f"not compared: {error}"]
 
 
 def _title(geometry: Geometry, device: torch.device) -> str:
@@ -368,6 +233,7 @@ def _report(
     geometry: Geometry,
     outcomes: list[Outcome],
     lines: list[table.Line],
+    tuned: list[str],
     verdict: str,
     code: int,
 ) -> dict[str, Any]:
@@ -380,16 +246,6 @@ def _report(
         "geometry": dataclasses.asdict(geometry) | {"dtype": str(geometry.dtype)},
         "checks": [outcome._asdict() for outcome in outcomes],
         "table": [line._asdict() for line in lines],
+        "tuning": tuned,
         "machine": json.loads(inquiry.to_json(inquiry.facts())),
     }
-
-
-def _say(text: str) -> None:
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # the reader has seen enough; the other ranks have not, nor the report
-        sys.stdout = io.StringIO()
-
-
-def _say_nothing(_text: str) -> None:
-    """Leave it to rank 0."""

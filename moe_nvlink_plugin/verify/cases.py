@@ -92,6 +92,7 @@ class Case:
             received_ids=self.received_ids,
             scales_layout=self.scales_layout,
             num_expert_counts=self.num_expert_counts,
+            tuning="",  # a user's file is for another layer
         )
 
 

@@ -103,9 +103,10 @@ def _quick(geometry: Geometry, config: AllToAllConfig, device: torch.device) -> 
     formats: list[tuple[str | None, str]] = [(None, combine)]
     if config.recipe in RECIPES:
         formats.append((config.recipe, combine))
-    # Unless they are told, GPUs use the kernels for small batches, and CPU ranks do not.
+    # Unless they or a file are told, GPUs use the kernels for small batches, and CPU ranks do not.
     asked = config.small_tokens
     uses_small = device.type == "cuda" if asked is None else asked > 0
+    uses_small = uses_small or (asked is None and bool(config.tuning))
     for recipe, back in formats:
         for small_tokens in (0, geometry.max_tokens) if uses_small else (0,):
             kind = "small batches" if small_tokens else "large batches"

@@ -108,6 +108,7 @@ def measure(
         combine_scale=1.0,
         received_ids="global",
         scales_layout="linear",
+        tuning=config.choices,
     )
     kept, notes = _that_fit(plain, tokens, most_bytes)
     plain = dataclasses.replace(plain, max_tokens_per_rank=max(kept))

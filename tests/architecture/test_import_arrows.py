@@ -54,7 +54,10 @@ ELSEWHERE = {"__main__": "tools"}
 #: Modules right under VLLM; its folders are rooms.
 VLLM_LOWEST = {"all2all_manager", "backend", "choices", "compat", "logs", "metrics"}
 #: The doorway's modules, and what an adapter, like any other user, may import of other rooms.
-DOORWAY = {"errors", "env", "frameworks", "config", "groups", "driver", "reference", "testing"}
+DOORWAY = {
+    *("errors", "env", "frameworks", "choices", "config", "groups", "driver", "reference"),
+    *("testing", "version"),
+}
 PUBLIC = {PACKAGE, f"{PACKAGE}.integration", f"{PACKAGE}.lm_head.cost"}
 
 

@@ -20,8 +20,8 @@ import torch
 
 from benchmarks import common
 from benchmarks.moe_comm import flashinfer_api, options
+from moe_nvlink_plugin import version
 from moe_nvlink_plugin.launch.kernel import Variant
-from moe_nvlink_plugin.tools import shipped
 from moe_nvlink_plugin.verify.cases import COMBINE_FORMATS, RECIPES
 from tests.gpu.day import carried, stages
 from tests.gpu.day.steps import AGAIN_S, STAGES, START_S, STEPS, Stage, Step, again
@@ -422,7 +422,7 @@ def test_a_bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_COMMIT", "0123abc")
     monkeypatch.setattr("importlib.metadata.version", no_such_distribution)
     assert common.commit() == "0123abc"
-    assert shipped.own_version() == "not installed"
+    assert version.own_version() == "not installed"
 
 
 #: Of the extras `bench`, `test` and `upstream`, which such a machine may not have.

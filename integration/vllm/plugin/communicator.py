@@ -168,6 +168,7 @@ def why_wrong(ranks: Ranks, device: torch.device, options: Options, vllm_config:
         dtype=model.dtype,
         recipe=None if options.dispatch in (AUTO, UNQUANTISED) else options.dispatch,
         combine=options.combine,
+        tuning=options.tuning,
     )
     try:
         self_check(config, ranks.group, device, level=options.self_check)

@@ -38,7 +38,7 @@ class TellsOurExchange(_Base):
     @overrides
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         asked = kwargs.get("vllm_config", args[0] if args else None)
-        parallel = getattr(asked, "parallel_config", None)
+        parallel: Any = getattr(asked, "parallel_config", None)
         if not getattr(parallel, "enable_fault_tolerance", False):
             super().__init__(*args, **kwargs)
             return

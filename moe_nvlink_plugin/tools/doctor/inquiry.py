@@ -20,6 +20,7 @@ from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
 from moe_nvlink_plugin.jit import cache, header, host, nvrtc
 from moe_nvlink_plugin.launch.kernel import Variant
 from moe_nvlink_plugin.tools import precompile, shipped
+from moe_nvlink_plugin.version import own_version
 
 from . import sockets
 from .gpu import GpuDevice, Gpus, own_index, probe
@@ -272,7 +273,7 @@ def _software() -> Software:
     torch_cuda, torch_error = _torch()
     transports, plugin_error = ({}, "") if torch_error else _transports()
     return Software(
-        plugin=shipped.own_version(),
+        plugin=own_version(),
         python=platform.python_version(),
         kernel_text=shipped.kernel_text_digest(),
         torch_cuda=torch_cuda,

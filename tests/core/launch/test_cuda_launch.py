@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, driver, rank_mask
+from moe_nvlink_plugin.choices import TODAY, Choices
 from moe_nvlink_plugin.errors import (
     CompileError,
     ConfigError,
@@ -170,6 +171,27 @@ def test_without_pdl_and_with_few_sms(tmp_path: Path, monkeypatch: pytest.Monkey
     name, grid, _block, pdl, *_rest = seen
     assert (name, pdl) == ("moe_nvlink_dispatch", 0)
     assert 1 <= grid[0] <= 8, "one SM holds no more CTAs"
+
+
+def launches_of_choices() -> list[tuple[Any, ...]]:
+    seen = []
+    for choices in (TODAY, Choices(pdl=False, wide_ctas_per_sm=0, combine_threads=512)):
+        with alone(small_tokens=0, tuning=choices) as layer:
+            received = layer.dispatch(*inputs(layer, 3))
+            seen.append(described(fake_cuda.control().last_launch()))
+            layer.combine(layer.combine_input(), received.metadata)
+            seen.append(described(fake_cuda.control().last_launch()))
+    return seen
+
+
+def test_launches_choose_as_the_layer_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = in_driver(launches_of_choices, tmp_path, monkeypatch, sms=132)
+    assert [(grid[0], block[0], pdl) for _name, grid, block, pdl, *_rest in seen] == [
+        (3, 896, 1),
+        (12, 224, 1),
+        (3, 256, 0),
+        (6, 448, 0),
+    ]
 
 
 def test_a_context_that_may_use_few_sms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_nvlink_plugin.choices import TODAY, Choices, table
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.exchange.shapes import (
-    FULL_LINK_SMS,
     LANE_ELEMENTS,
-    MARKED_BYTES_PER_CTA,
-    MOST_MARKING_CTAS,
     QUANTISED_WIDTH,
     SmallSizes,
     combine_shape,
@@ -23,13 +21,14 @@ from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.jit.source import read_kernel_file
 from moe_nvlink_plugin.launch.shape import VECTOR_BYTES, WARP, Limits, share
 from moe_nvlink_plugin.lm_head.kernels import (
-    LOGITS_BYTES_PER_CTA,
     MOST_HEAD_SPLITS,
     head_argmax_shape,
     head_rows_shape,
 )
 
 H200_SMS = 132
+#: Any values that a tuning file may have.
+ANY_CHOICES = st.builds(Choices, **{one.name: st.sampled_from(one.candidates) for one in table()})
 THREADS_PER_SM = 2048
 
 
@@ -68,8 +67,8 @@ def test_many_tokens_are_dispatched_by_several_ctas_an_sm() -> None:
 
 def test_empty_slots_are_marked_by_more_than_the_tokens_need() -> None:
     assert dispatch_shape(0, 14336, 0, limits()).blocks == 1
-    assert dispatch_shape(0, 14336, 3 * MARKED_BYTES_PER_CTA, limits()).blocks == 3
-    assert dispatch_shape(1, 14336, 64 * 8192 * 32, limits()).blocks == MOST_MARKING_CTAS
+    assert dispatch_shape(0, 14336, 3 * TODAY.marked_bytes_per_cta, limits()).blocks == 3
+    assert dispatch_shape(1, 14336, 64 * 8192 * 32, limits()).blocks == TODAY.marking_ctas
     assert dispatch_shape(100, 14336, 64 * 8192 * 32, limits()).blocks == 100
 
 
@@ -83,7 +82,7 @@ def test_a_row_is_split_while_all_ctas_fit() -> None:
 
 
 def test_many_tokens_take_no_more_ctas_than_fill_the_links() -> None:
-    most = FULL_LINK_SMS * 4
+    most = TODAY.full_link_sms * 4
     assert combine_shape(8192, 7168, 2, limits()) == (most, 224, 1)
     assert combine_shape(4 * most, 7168, 2, limits()).blocks == most
     # With fewer, some CTAs would have a token more than others for long.
@@ -130,6 +129,7 @@ def test_a_kernel_beside_others_has_one_cta_an_sm() -> None:
     assert combine_shape(8192, 7168, 2, mine) == (33, 224, 1)
 
 
+@settings(deadline=None)  # up to 160 draws, on a machine that may be busy
 @given(data=st.data(), num_sms=st.integers(1, 160), num_channels=st.integers(1, 8))
 def test_whoever_waits_leaves_an_sm_to_each_cta_that_has_yet_to_start(
     data: st.DataObject, num_sms: int, num_channels: int
@@ -157,7 +157,7 @@ def test_whoever_waits_leaves_an_sm_to_each_cta_that_has_yet_to_start(
 
 
 def test_marking_ctas_are_those_of_the_kernel() -> None:
-    assert constants()["kMaxFinishers"] == MOST_MARKING_CTAS
+    assert constants()["kMaxFinishers"] == TODAY.marking_ctas
 
 
 def test_rows_of_a_shared_head_go_to_each_rank_by_a_cta() -> None:
@@ -172,7 +172,7 @@ def test_rows_of_a_shared_head_go_to_each_rank_by_a_cta() -> None:
 
 def test_few_rows_of_logits_are_split() -> None:
     """While all CTAs fit, and each has enough to do: 32320 logits of 2 bytes are four parts."""
-    assert 3 < 32320 * 2 / LOGITS_BYTES_PER_CTA < 4
+    assert 3 < 32320 * 2 / TODAY.logits_bytes_per_cta < 4
     assert head_argmax_shape(4, 32320 * 2, limits()) == (16, 256, 4)
     assert head_argmax_shape(1, 129280 * 2, limits()) == (MOST_HEAD_SPLITS, 256, MOST_HEAD_SPLITS)
     assert head_argmax_shape(200, 32320 * 2, limits()) == (400, 256, 2)
@@ -217,6 +217,7 @@ def test_launches_of_a_shared_head_fit(
     num_sms=st.integers(1, 160),
     registers=st.sampled_from([32, 64, 96, 128, 168, 255]),
     slots=st.sampled_from([0, 1, 100, 2**20]),
+    choices=ANY_CHOICES,
 )
 def test_every_grid_is_resident_and_covers_its_rows(
     num_tokens: int,
@@ -226,12 +227,13 @@ def test_every_grid_is_resident_and_covers_its_rows(
     num_sms: int,
     registers: int,
     slots: int,
+    choices: Choices,
 ) -> None:
     mine = limits(num_sms, registers)
     row_bytes = hidden_size * element_bytes
     for shape in (
-        dispatch_shape(num_tokens, row_bytes, tail_bytes, mine),
-        combine_shape(num_tokens, hidden_size, element_bytes, mine, slots),
+        dispatch_shape(num_tokens, row_bytes, tail_bytes, mine, choices),
+        combine_shape(num_tokens, hidden_size, element_bytes, mine, slots, choices),
     ):
         assert WARP <= shape.threads <= mine.max_threads
         assert shape.threads % WARP == 0
@@ -263,7 +265,11 @@ def test_parts_of_a_small_batch_have_a_cta_each_while_they_fit() -> None:
 @given(
     num_tokens=st.integers(0, 256),
     sizes=st.builds(
-        SmallSizes, *[st.integers(1, 64)] * 4, *[st.floats(0.25, 64)] * 2, st.booleans()
+        SmallSizes,
+        *[st.integers(1, 64)] * 4,
+        *[st.floats(0.25, 64)] * 2,
+        st.booleans(),
+        ANY_CHOICES,
     ),
     num_sms=st.integers(1, 160),
     registers=st.sampled_from([32, 64, 96, 128, 168, 255]),

@@ -24,12 +24,12 @@ from typing import Any
 import pytest
 import torch
 
-from moe_nvlink_plugin import driver, env
+from moe_nvlink_plugin import driver, env, version
 from moe_nvlink_plugin.errors import CompileError, ConfigError, PeerError
 from moe_nvlink_plugin.exchange.kernels import DISPATCH, LAYER
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.launch.kernel import Variant
-from moe_nvlink_plugin.tools import cli, doctor, precompile, shipped
+from moe_nvlink_plugin.tools import cli, doctor, precompile
 from moe_nvlink_plugin.tools.doctor import gpu, inquiry, report, sockets, together
 from moe_nvlink_plugin.tools.doctor.gpu import Fabric, Gpus, Peer, Trial
 from moe_nvlink_plugin.tools.doctor.inquiry import EntryPoint, Facts, Found
@@ -998,7 +998,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["--version"])
     assert caught.value.code == 0
-    assert capsys.readouterr().out == f"moe-nvlink {shipped.own_version()}\n"
+    assert capsys.readouterr().out == f"moe-nvlink {version.own_version()}\n"
 
 
 @pytest.mark.parametrize("command", ['g++ "', "''"])

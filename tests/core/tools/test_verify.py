@@ -136,8 +136,8 @@ def test_an_interrupt_ends_all_ranks() -> None:
 
 #: One rank that runs this check alone.
 ALONE = """
-import sys, time, torch
-from moe_nvlink_plugin.tools import verify
+import functools, sys, time, torch
+from moe_nvlink_plugin.tools import ranks, verify
 
 class Check:
     name, rounds = "planted", 1
@@ -145,10 +145,11 @@ class Check:
     def run(self, group, device):
         {body}
 
-verify._LIMIT_S = 2.0
 verify.plan = lambda *_given, **_named: [Check()]
 options = verify.Options(device="cpu", quick=True, timeout_s=1.0)
-sys.exit(verify._rank(options, 0, 1, torch.device("cpu"), "file://" + sys.argv[1]))
+wanted = ranks.Wanted("verify", "cpu", 1, 1.0, limit_s=2.0)
+body = functools.partial(verify._verified, options)
+sys.exit(ranks._rank(wanted, body, 0, 1, torch.device("cpu"), "file://" + sys.argv[1]))
 """
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from moe_nvlink_plugin.tools import verify
+from moe_nvlink_plugin.tools import ranks
 
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 COMMAND = (
@@ -122,5 +122,5 @@ def test_a_stopped_rank_is_not_waited_for() -> None:
     stopped = processes[1].pid
     assert stopped is not None
     os.kill(stopped, signal.SIGSTOP)
-    verify._join(processes, 0.1)
+    ranks._join(processes, 0.1)
     assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]

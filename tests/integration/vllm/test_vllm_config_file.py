@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
+from moe_nvlink_plugin.exchange import tuning
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MODELS, write_checkpoint
 from moe_nvlink_plugin.integration.vllm import backend
@@ -54,6 +56,16 @@ def _engine_args(text: str, folder: Path, *more: str) -> Any:
     return AsyncEngineArgs.from_cli_args(parser.parse_args(["--config", str(file), *more]))
 
 
+def found_here(text: str, model: Path, folder: Path) -> str:
+    """The block with a model and a tuning file that are there."""
+    file = folder / "tuned.json"
+    tuning.save(str(file), tuning.Tuning(tuning.Machine.here(torch.device("cpu"), 8), {}))
+    for name, path in (("model: MODEL\n", model), ("tuning: tuned.json\n", file)):
+        assert name in text
+        text = text.replace(name, f"{name.split(':')[0]}: {path}\n")
+    return text
+
+
 def test_the_block_shows_every_option(documented: str) -> None:
     shown = [yaml.safe_load(text) for text in (documented, instead(documented))]
     ours = [set(block["additional-config"][KEY]) for block in shown]
@@ -91,9 +103,7 @@ def test_the_schedulers_options_arrive_too(documented: str, tmp_path: Path) -> N
     here = ("--skip-tokenizer-init", "--dtype=float32", "--max-model-len=512")
     with_draft = dataclasses.replace(MODELS["glm4_moe"], num_mtp_layers=1)
     model = write_checkpoint(tmp_path / "model", with_draft)
-    config = _engine_args(
-        text.replace("model: MODEL\n", f"model: {model}\n"), tmp_path, *here
-    ).create_engine_config()
+    config = _engine_args(found_here(text, model, tmp_path), tmp_path, *here).create_engine_config()
     assert capacity.check(config) == capacity.Capacity(reserve=0.5)
 
 
@@ -101,11 +111,15 @@ def test_its_server_starts(documented: str, tmp_path: Path) -> None:
     """All checks at start-up pass: the options fit together, and with such a model."""
     with_draft = dataclasses.replace(MODELS["glm4_moe"], num_mtp_layers=1)
     model = write_checkpoint(tmp_path / "model", with_draft)
-    text = documented.replace("model: MODEL\n", f"model: {model}\n")
+    text = found_here(documented, model, tmp_path)
     here = ("--skip-tokenizer-init", "--dtype=float32", "--max-model-len=512")
     found = _engine_args(text, tmp_path, *here).create_engine_config()
     assert backend.is_selected(found)
     assert found.speculative_config.use_local_argmax_reduction, "our check has come to the draft"
+    # A tuning file that cannot be read is refused before a worker starts.
+    (tmp_path / "tuned.json").write_text("{")
+    with pytest.raises(UnsupportedError, match=r"tuning='.*tuned.json' .* is torn, or no file of"):
+        _engine_args(text, tmp_path, *here).create_engine_config()
 
 
 def test_the_order_of_the_file_does_not_matter(documented: str, tmp_path: Path) -> None:

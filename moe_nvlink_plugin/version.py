@@ -1,0 +1,13 @@
+"""The package's version. The module imports no torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+
+def own_version() -> str:
+    """Return this package's version; "not installed" in a checkout. Local."""
+    try:
+        return importlib.metadata.version("moe-nvlink-plugin")
+    except importlib.metadata.PackageNotFoundError:  # benchmarks/on_gpu.sh runs a checkout
+        return "not installed"
