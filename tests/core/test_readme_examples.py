@@ -139,13 +139,13 @@ def test_ranks_go_on_without_a_dead_one() -> None:
 def test_a_rank_joins() -> None:
     """Each of three ranks then sends a token to every rank, and gets three times what it sent."""
     stays, joins = (example("When ranks return or join", number) for number in range(2))
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
 
     def rank_main(group: ThreadGroup) -> bool:
         places = (0, 1) if group.rank < 2 else (0, 1, 2)
         geometry = config(4, group.rank, places=places, top_k=3)
-        names = {"config": geometry, "store": store, "rank": group.rank, "MoeAllToAll": MoeAllToAll}
-        names["StoreGroup"] = StoreGroup
+        names: dict[str, Any] = {"config": geometry, "store": store, "rank": group.rank}
+        names |= {"MoeAllToAll": MoeAllToAll, "StoreGroup": StoreGroup}
         exec(stays if group.rank < 2 else joins, names)
         with names["exchange"] as exchange:
             assert exchange.places == (0, 1, 2)

@@ -110,15 +110,38 @@ def test_arguments_fit_a_kernel_launch() -> None:
     assert ctypes.sizeof(payloads) == 16 * constants()["kMaxPayloads"]
 
 
+#: NVRTC of CUDA 13.2 has no offsetof: a struct of which only the field's bytes are 1, and the other
+#: way about.
+_LIES_AT = """
+template <class T> struct Bytes { unsigned char at[sizeof(T)]; };
+template <class T, class F> HD constexpr bool lies_at(F T::* field, int offset) {
+  for (int inside = 0; inside < 2; ++inside) {
+    Bytes<T> bytes{};
+    for (int i = 0; i < static_cast<int>(sizeof(T)); ++i) {
+      const bool is_in = i >= offset && i < offset + static_cast<int>(sizeof(F));
+      bytes.at[i] = is_in == (inside == 1);
+    }
+    const T whole = __builtin_bit_cast(T, bytes);
+    const Bytes<F> part = __builtin_bit_cast(Bytes<F>, whole.*field);
+    for (unsigned char byte : part.at) {
+      if (byte != inside) return false;
+    }
+  }
+  return true;
+}
+"""
+
+
 def layout_assertions(mirrors: Mapping[str, type[ctypes.Structure]]) -> str:
     """args.h, and that every field of every struct in it lies where the mirror says."""
     lines = [source.amalgamate(("include/moe_nvlink/args.h",)), "using namespace moe_nvlink;"]
+    lines.append(_LIES_AT)
     for struct, mirror in mirrors.items():
         lines.append(f'static_assert(sizeof({struct}) == {ctypes.sizeof(mirror)}, "{struct}");')
         for name, *_type in mirror._fields_:
             field = getattr(mirror, name)
             lines += [
-                f"static_assert(__builtin_offsetof({struct}, {name}) == {field.offset}, "
+                f"static_assert(lies_at(&{struct}::{name}, {field.offset}), "
                 f'"offset of {struct}::{name}");',
                 f"static_assert(sizeof({struct}::{name}) == {field.size}, "
                 f'"size of {struct}::{name}");',
