@@ -74,8 +74,10 @@ class StoreGroup:
     name of its own, and exists when its ranks make it. To make one waits for nobody.
 
     Args:
-        store: a torch.distributed.Store, such as a TCPStore. Its timeout bounds each step.
-        name: name of this group, which no other group on the store has or had.
+        store: a torch.distributed.Store, such as a TCPStore. Its timeout bounds each step,
+            in which the others may have to wait for a verb's own timeout.
+        name: name of this group, which no other group on the store has or had. After an error make
+            one of another name: ranks may stand at different steps.
         rank: this rank, 0..size-1.
         size: ranks of the group.
 
@@ -88,6 +90,7 @@ class StoreGroup:
             raise InputError(f"rank={rank} is not from 0 to {size - 1} (size={size})")
         self.rank, self.size = rank, size
         self._store, self._prefix, self._steps = store, f"moe_nvlink/{name}", 0
+        self._has_failed = False
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order. Collective; any value that pickle takes.
@@ -95,10 +98,21 @@ class StoreGroup:
         Raises:
             PeerError: a rank did not come within the store's timeout; names it.
         """
+        if self._has_failed:
+            raise PeerError(
+                f"group {self._prefix} has failed before, and its ranks may stand at different "
+                "steps; make one of another name"
+            )
         self._steps += 1
         step = f"{self._prefix}/{self._steps}"
-        self._store.set(f"{step}/{self.rank}", pickle.dumps(value))
-        return [pickle.loads(self._value_of(rank, step)) for rank in range(self.size)]
+        self._has_failed = True
+        try:
+            self._store.set(f"{step}/{self.rank}", pickle.dumps(value))
+        except RuntimeError as error:
+            raise PeerError(f"the store of group {self._prefix} is gone: {error}") from error
+        values = [pickle.loads(self._value_of(rank, step)) for rank in range(self.size)]
+        self._has_failed = False
+        return values
 
     def _value_of(self, rank: int, step: str) -> bytes:
         try:

@@ -212,6 +212,12 @@ class ExchangePool:
             return torch.zeros((), dtype=torch.bool, device=self.device)
         return torch.stack(words).any()
 
+    def raise_failure(self) -> None:
+        """Raise the error of a verb that has failed, if one has. Local; waits for nothing."""
+        for exchange in self.exchanges[:1]:
+            if (failure := exchange.failure()) is not None:
+                raise failure
+
     def go_on_without(self, ranks: Iterable[int]) -> None:
         """Go on without ranks that have died. Collective over the others; as `MoeAllToAll.mask`."""
         for exchange in self.exchanges[:1]:  # one is enough: they share the workspace

@@ -509,8 +509,9 @@ class MoeAllToAll:
         on the workspace. New ranks call `join` meanwhile, also one in the place of a rank that has
         died. Every rank gets zeroed memory at the addresses that its layers and CUDA graphs have;
         epochs begin at 1 and start-up's limit holds again, because new ranks may compile. Counters
-        go on. A dispatch without its combine is forgotten, and the content of tensors that dispatch
-        returned is gone. What a late process of a dead rank still writes reaches nobody.
+        go on. A dispatch without its combine is forgotten. Tensors that dispatch and combine_input
+        have returned hold zeros then; on a GPU touch none of them before a renewal has ended well.
+        What a late process of a dead rank still writes reaches nobody.
 
         If an exchange was created without config.places, all places must have a rank.
 

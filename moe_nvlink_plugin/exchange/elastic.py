@@ -66,7 +66,8 @@ def renew(layer: LayerExchange, group: Any, places: Sequence[int]) -> None:
             ranks, "preparing the renewal", lambda: _stop(layers, ranks, places, locks)
         )
         known = _known(layers)
-        _agree(placed, [one.config for one in layers], known)
+        configs = [one.config for one in layers]
+        _agree(placed, configs, known, is_elastic=workspace.is_elastic)
         workspace.renew(placed, known.extents)
         all_or_none(placed, "loading the kernels", lambda: None)
         _begin(workspace)
@@ -101,7 +102,7 @@ def join(
     )
     placed, workspace = prepared[0].group, prepared[0].workspace
     configs = [one.config for one in prepared]
-    known = _agree(placed, configs, None)
+    known = _agree(placed, configs, None, is_elastic=workspace.is_elastic)
     workspace.name = known.name
     configs = [
         dataclasses.replace(config, small_tokens=dispatch, small_combine_tokens=combine)
@@ -159,10 +160,13 @@ def _stop(
     for layer in layers:
         layer.end_verbs()
     workspace.executor.synchronize_device()
+    workspace.keep_totals()
     return placed
 
 
-def _agree(placed: Group, configs: Sequence[AllToAllConfig], known: _Known | None) -> _Known:
+def _agree(
+    placed: Group, configs: Sequence[AllToAllConfig], known: _Known | None, *, is_elastic: bool
+) -> _Known:
     """Check that all ranks mean the same exchange; return what it is. Collective.
 
     Raises:
@@ -176,6 +180,7 @@ def _agree(placed: Group, configs: Sequence[AllToAllConfig], known: _Known | Non
         if name not in _TAKEN
     }
     values["places"] = str(list(members_of(placed)))
+    values["places in the configuration"] = "given" if is_elastic else "none"
     told = agreement.tell(placed, _CALL, values, known)
     those = [theirs for theirs in told if theirs is not None]
     if not those:
@@ -196,4 +201,8 @@ def _begin(workspace: Workspace[Executor]) -> None:
     """Make the workspace usable with the ranks that are there. Local."""
     size, left_out = workspace.group.size, workspace.left_out
     mask = rank_masks.rank_mask((r for r in range(size) if r not in left_out), size)
+    for layer in layers_on(workspace):
+        if workspace.is_elastic:
+            places = tuple(members_of(workspace.group))
+            layer.config = dataclasses.replace(layer.config, places=places)
     workspace.recover(left_out, mask, with_newcomers=True)

@@ -98,7 +98,9 @@ class LayerExchange:
         memory = workspace.memory
         self._window = range(memory.base_ptr, memory.base_ptr + memory.rank_stride * config.ep_size)
         family = variant(config, self.quantiser)
-        self._meeting = survivors.load_meeting(workspace, family, config.num_channels)
+        self._meeting = survivors.load_meeting(
+            workspace, family, config.num_channels, pdl=config.choices.pdl
+        )
         self._is_closed = False
         self.handle = next(_handles)
         _live[self.handle] = self

@@ -41,11 +41,13 @@ _ZERO_AT_FIRST = ("send_counters", "recv_counts", "rows_from", "expert_counters"
 _NUMBER, _AGAIN = 2**32 - 1, 1 << 32
 
 
-def load_meeting(workspace: Workspace[Executor], variant: Variant, num_channels: int) -> Launch:
+def load_meeting(
+    workspace: Workspace[Executor], variant: Variant, num_channels: int, *, pdl: bool = True
+) -> Launch:
     """Load the kernel of the meetings, before a rank has died. Local."""
     # With the layer's channels: then its build has PDL if the builds of the layer have it.
     size, ranks_on_device = workspace.group.size, workspace.memory.ranks_on_device
-    budget = Budget(1, None, size, num_channels, ranks_on_device)
+    budget = Budget(1, None, size, num_channels, ranks_on_device, pdl)
     return workspace.executor.launcher(variant, budget).load(MEET, MEETING_THREADS)
 
 

@@ -61,6 +61,10 @@ class WorkspaceExecutor(Protocol):
         """Whether a signal handler of Python's runs in this thread while a launch of it waits."""
         ...
 
+    def synchronize(self) -> None:
+        """Wait for this thread's stream. Local; not capturable."""
+        ...
+
     def fault_words(self, count: int) -> FaultWords:
         """Allocate `count` words, all 0. Local."""
         ...

@@ -46,8 +46,8 @@ class Startup:
         self._is_held = True
 
     def end(self) -> None:
-        """End start-up for good."""
-        self._is_over = True
+        """End start-up, until new ranks come."""
+        self._is_over, self._is_held = True, False
 
     def begin_round(self, channel: int, timeouts: Timeouts) -> int:
         """Begin a round; return the nanoseconds that its first launch may wait."""
@@ -70,7 +70,7 @@ class Startup:
         """
         if not self._is_held:
             self._complete += 1
-            self._is_over = self._complete > 1
+            self._is_over |= self._complete > 1
 
     def begin_anew(self, *, with_newcomers: bool = False) -> None:
         """Record that the epochs of all channels begin at 1 again.

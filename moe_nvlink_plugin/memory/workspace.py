@@ -259,6 +259,7 @@ class Workspace(Generic[E]):
         self.left_out = left_out
         self.has_met_in_vain = False
         self.active_ranks.copy_(active_ranks)  # in place: a CUDA graph may have captured it
+        self.executor.synchronize()  # the next verb may come from a thread with another stream
         self.broken = None
 
     def enter(self, group: Group, layout: WorkspaceLayout, extents: Sequence[Extent]) -> None:
@@ -290,9 +291,6 @@ class Workspace(Generic[E]):
         Raises:
             MoeNvlinkError: a rank failed, and this one has no memory now; it may call again.
         """
-        if self.is_mapped:
-            self._kept = [self._totals(channel) for channel in range(self.layout.num_channels)]
-            self._last_stats = self.stats()
         # Of a kind after which this function may be called again.
         self.broken = PeerError(
             "renew() has not come to its end on this rank, whose memory is gone; call renew() "
@@ -305,7 +303,12 @@ class Workspace(Generic[E]):
         self.group = group
         memory.extend(extents)
         all_or_none(group, "initialising the workspace", self._begin_again)
-        self.left_out = self._empty_places()
+
+    def keep_totals(self) -> None:
+        """Copy what `renew` writes into the fresh memory. Local; no verb runs."""
+        if self.is_mapped:
+            self._kept = [self._totals(channel) for channel in range(self.layout.num_channels)]
+            self._last_stats = self.stats()
 
     def _totals(self, channel: int) -> list[tuple[Region, torch.Tensor]]:
         regions = self.layout.channel_regions(channel)
@@ -322,7 +325,9 @@ class Workspace(Generic[E]):
             for of_region, content in kept:
                 self.region_bytes(of_region).copy_(content)
         self.meetings = 0
-        self.is_mapped = True
+        with self._reading:
+            self.left_out = self._empty_places()
+            self.is_mapped = True
 
     @contextlib.contextmanager
     def one_more_user(self, layout: WorkspaceLayout) -> Iterator[None]:
@@ -461,7 +466,7 @@ class Workspace(Generic[E]):
         """Return the first words of a rank's control region; waits for no launch."""
         with self._reading:
             memory = self.memory
-            if not self.is_mapped:
+            if not self.is_mapped or rank not in members_of(self.group):
                 return [0] * count
             assert self._reader is not None
             address = memory.base_ptr + rank * memory.rank_stride + region.offset

@@ -303,6 +303,8 @@ def compared(
 ) -> list[str]:
     """Return for each layer of a file how long its values take beside today's. Collective."""
     found = all_or_none(group, "reading the tuning file", lambda: _checked(path, group, device))
+    everyones = group.all_gather_object({"the file's layers": str(list(found.layers.items()))})
+    refuse_differences(everyones)
     lines, world = [], dist.group.WORLD
     assert world is not None
     for layer, choices in found.layers.items():

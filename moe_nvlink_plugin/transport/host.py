@@ -303,8 +303,10 @@ class HostMemory:
 
         def unmap() -> None:
             self._check_open()
-            _map_nothing(self.base_ptr, self.rank_stride * group.size)
-            _map_zeros(self.base_ptr + group.rank * self.rank_stride, self.rank_stride)
+            for rank in range(group.size):
+                # Tensors over the own part stay valid addresses.
+                replace = _map_zeros if rank == group.rank else _map_nothing
+                replace(self.base_ptr + rank * self.rank_stride, self.rank_stride)
             self._mapped.clear()
 
         all_or_none(group, "reserving addresses", unmap)

@@ -15,8 +15,10 @@ from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import (
     CompileError,
     ConfigError,
+    DriverError,
     MismatchError,
     PeerError,
+    TransportError,
     UnsupportedError,
 )
 from moe_nvlink_plugin.exchange.all_to_all import MoeAllToAll
@@ -98,8 +100,8 @@ class Trials:
             created = MoeAllToAll.create(
                 config, self._group, self._device, share_with=self._kept[TODAY]
             )
-        except (CompileError, UnsupportedError, PeerError):  # on every rank
-            return False
+        except (CompileError, DriverError, PeerError, TransportError, UnsupportedError):
+            return False  # on every rank
         self._kept[choices] = created
         ranks = as_group(self._group, self._config.timeout_s or 0.0)
         for batch, output in zip(self._batches, self._outputs, strict=True):

@@ -32,7 +32,7 @@ def leave_out(state: Any, ranks: Collection[int], ep_size: int) -> set[int]:
     """
     if getattr(state, "is_moving", False):
         raise UnsupportedError(
-            "a rank has died while the load balancer moved weights, of which some are half-way; "
+            "the load balancer has not ended its last move of weights, of which some are half-way; "
             "start all servers anew"
         )
     lost: set[int] = set()

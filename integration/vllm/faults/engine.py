@@ -24,6 +24,8 @@ from vllm.v1.serial_utils import UtilityResult
 from moe_nvlink_plugin.errors import PeerError, UnsupportedError
 from moe_nvlink_plugin.integration import overrides
 
+from .worker import GROUP_LIMIT
+
 logger = logging.getLogger(__name__)
 
 #: Name of the parameter of `retry` that lists data-parallel ranks that do not come back.
@@ -55,14 +57,16 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
             try:
                 super().handle_command(client_idx, call_id, ft_args)
             finally:
-                if self.status_type == EngineStatusType.UNHEALTHY:  # the instruction has failed
+                # The instruction has failed, and no fault of its own has stopped the engine.
+                if self.status_type == EngineStatusType.UNHEALTHY and self.resumed.is_set():
                     self.status_type = EngineStatusType.HEALTHY
             return
         super().handle_command(client_idx, call_id, ft_args)
 
     def _is_idle(self) -> bool:
         engine = self.engine
-        return not engine.engines_running and not engine.scheduler.has_requests()
+        is_at_work = engine.engines_running or engine.scheduler.has_requests()
+        return not is_at_work and engine.input_queue.empty()
 
     @overrides
     def retry(self, ft_request: FaultToleranceRequest) -> FaultToleranceResult:
@@ -80,6 +84,7 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
         # else may ask its workers.
         params, engine = ft_request.params, self.engine
         params.update(self._reinit_dp_group(dead))
+        is_at_work = params.pop("running")
         engine.step_counter = 0
         lost, *_others = engine.model_executor.collective_rpc(
             "handle_ft_command", args=(ft_request,)
@@ -91,19 +96,24 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
             logger.warning("[FT] %s", self._loss())
         self.status_type = EngineStatusType.HEALTHY
         self._push_status()
+        if is_at_work and not engine.engines_running:
+            engine.engines_running = True  # until all find out together that nobody has work
+            engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
         self.resumed.set()
         return FaultToleranceResult(ft_request.request_id, success=True)
 
     def _problem(self, named: Any) -> str:
         parallel = self.engine.vllm_config.parallel_config
         size, me = parallel.data_parallel_size, parallel.data_parallel_rank
-        listed = named if isinstance(named, list) else [named]
-        for rank in listed:
+        wrong = f"{DEAD}={named!r} must list data-parallel ranks from 0 to {size - 1}"
+        if not isinstance(named, list):
+            return wrong
+        for rank in named:
             if type(rank) is not int or not 0 <= rank < size:
-                return f"{DEAD}={named!r} must list data-parallel ranks from 0 to {size - 1}"
-        if me in listed:
+                return wrong
+        if me in named:
             return f"{DEAD}={named} names rank {me}, which is this one and lives"
-        if 0 in listed:
+        if 0 in named:
             return (
                 f"{DEAD}={named} names rank 0, whose process has the store and the coordinator of "
                 "all ranks: no rank can go on without it; start all servers anew"
@@ -116,8 +126,7 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
         engine, parallel = self.engine, self.engine.vllm_config.parallel_config
         alive = [rank for rank in range(parallel.data_parallel_size) if rank not in dead]
         me = alive.index(parallel.data_parallel_rank)
-        told = self._tell(f"moe_nvlink_retry_{self._dp_reinit_epoch}", alive, me)
-        self._dp_reinit_epoch += 1
+        told = self._tell(alive, me)
         stateless_destroy_torch_distributed_process_group(engine.dp_group)
         # The store of the first group stays: it lives with rank 0, as later ones would.
         engine.dp_group, _store = stateless_init_torch_distributed_process_group(
@@ -127,14 +136,15 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
             len(alive),
             backend="gloo",
             return_store=True,
-            timeout=parallel.cpu_distributed_timeout,
+            timeout=parallel.cpu_distributed_timeout or GROUP_LIMIT,
         )
-        if told["running"] and not engine.engines_running:
-            engine.engines_running = True  # until all find out together that nobody has work
-            engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
-        return {"new_stateless_dp_group_ports": told["worker_ports"], "alive": alive}
+        return {
+            "new_stateless_dp_group_ports": told["worker_ports"],
+            "alive": alive,
+            "running": told["running"],
+        }
 
-    def _tell(self, key: str, alive: list[int], me: int) -> dict[str, Any]:
+    def _tell(self, alive: list[int], me: int) -> dict[str, Any]:
         """Return what all ranks use, which rank 0 chooses. Collective over the ranks that live.
 
         Raises:
@@ -142,23 +152,9 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
             UnsupportedError: the ranks were told of different deaths.
         """
         engine, parallel = self.engine, self.engine.vllm_config.parallel_config
-        mine = {"alive": alive, "running": engine.engines_running}
         store = engine.dp_store
-        store.set(f"{key}/{alive[me]}", json.dumps(mine).encode())
-        try:
-            store.wait([f"{key}/{rank}" for rank in alive], datetime.timedelta(seconds=RETRY_S))
-        except RuntimeError as error:  # torch's DistStoreError
-            store.delete_key(f"{key}/{alive[me]}")
-            raise PeerError(
-                f"not all of ranks {alive} were told to retry within {RETRY_S} s: {error}; post it "
-                "to all servers that live, with those ranks that have died"
-            ) from error
-        everyones = [json.loads(store.get(f"{key}/{rank}").decode()) for rank in alive]
-        if any(theirs["alive"] != alive for theirs in everyones):
-            raise UnsupportedError(
-                f"retry on rank {alive[me]} goes on with ranks {alive}, on others with "
-                f"{[theirs['alive'] for theirs in everyones]}; post the same {DEAD} to all servers"
-            )
+        everyones = self._hear(alive, me)
+        key = "moe_nvlink_retry/" + "-".join(str(theirs["attempt"]) for theirs in everyones)
         if me == 0:
             ports = [get_open_port() for _ in range(parallel.world_size)]
             chosen = {"worker_ports": ports, "port": get_open_port()}
@@ -167,13 +163,49 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
         told["running"] = any(theirs["running"] for theirs in everyones)
         return told
 
+    def _hear(self, alive: list[int], me: int) -> list[dict[str, Any]]:
+        """Return what each rank says of its newest attempt. Collective; raises as `_tell`.
+
+        The ranks meet twice: what a rank has said in an attempt that failed is overwritten, and
+        taken back at its end. By what all have said they name the rest of this attempt.
+        """
+        store, rank = self.engine.dp_store, alive[me]
+        self._dp_reinit_epoch += 1
+        mine = {"alive": alive, "running": self.engine.engines_running}
+        mine["attempt"] = self._dp_reinit_epoch
+        limit = datetime.timedelta(seconds=RETRY_S)
+        own = f"moe_nvlink_retry/of {rank}"
+        try:
+            store.set(own, json.dumps(mine).encode())
+            store.wait([f"moe_nvlink_retry/of {other}" for other in alive], limit)
+            everyones = [
+                json.loads(store.get(f"moe_nvlink_retry/of {other}").decode()) for other in alive
+            ]
+            if any(theirs["alive"] != alive for theirs in everyones):
+                raise UnsupportedError(
+                    f"retry on rank {rank} goes on with ranks {alive}, on others with "
+                    f"{[theirs['alive'] for theirs in everyones]}; post the same {DEAD} to all "
+                    "servers"
+                )
+            seen = "-".join(str(theirs["attempt"]) for theirs in everyones)
+            store.set(f"moe_nvlink_retry/{seen}/{rank}", b"")
+            store.wait([f"moe_nvlink_retry/{seen}/{other}" for other in alive], limit)
+        except RuntimeError as error:  # torch's DistStoreError
+            raise PeerError(
+                f"not all of ranks {alive} were told to retry within {RETRY_S} s: {error}; post it "
+                "to all servers that live, with those ranks that have died"
+            ) from error
+        finally:
+            store.delete_key(own)
+        return everyones
+
     def _loss(self) -> str:
         gone = f"data-parallel rank(s) {', '.join(map(str, self.dead))} have died"
         if not self.lost:
             return f"{gone}; every expert has a replica on another rank, so no answer changes"
         return (
-            f"{gone}, and the others go on without experts {', '.join(self.lost)} of each MoE "
-            "layer: answers differ from the whole model's"
+            f"{gone}, and the others go on without experts {', '.join(self.lost)} (with a load "
+            "balancer: of some MoE layers): answers differ from the whole model's"
         )
 
     @overrides

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import logging
 from typing import Any
 
 from vllm.distributed import (
@@ -17,6 +19,12 @@ from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.vllm.all2all_manager import manager_of_ep_group
 from moe_nvlink_plugin.integration.vllm.balancing import deaths
+
+logger = logging.getLogger(__name__)
+
+#: How long ranks wait for one another in the groups that `retry` makes, if nobody says. A rank that
+#: dies during `retry` holds the others for as long.
+GROUP_LIMIT = datetime.timedelta(seconds=300)
 
 
 class MoeNvlinkWorkerSentinel(WorkerSentinel):
@@ -54,10 +62,15 @@ class MoeNvlinkWorkerSentinel(WorkerSentinel):
             alive.index(self.dp_rank),
             len(alive),
             backend="gloo",
-            timeout=parallel.cpu_distributed_timeout,
+            timeout=parallel.cpu_distributed_timeout or GROUP_LIMIT,
         )
         if current_platform.is_cpu():
             group.device_group = group.cpu_group
+        elif dead:
+            logger.warning(
+                "vLLM asks every data-parallel rank whether it may replay a CUDA graph, and a dead "
+                "one answers no: from now on steps run without graphs, which is slower"
+            )
         return lost
 
     def _leave_out(self, ranks: list[int], ep_size: int) -> list[str]:

@@ -78,6 +78,9 @@ class TellsOurExchange(_Base):
         idling = contextlib.nullcontext() if manager is None else manager.pool.idling()
         with idling, loading.keeping(self.model_runner):
             super().execute_dummy_batch()
+        if manager is not None and manager.support_fault_tolerance:
+            # vLLM asks for a fault of a graph's replay only after steps with outputs.
+            manager.pool.raise_failure()
 
     @overrides
     def wake_up(self, tags: list[str] | None = None) -> None:

@@ -201,6 +201,7 @@ def test_a_second_death_leaves_out_both(groups: list[tuple[int, int, int]]) -> N
         ([3], "from 0 to 2"),
         ([True], "from 0 to 2"),
         ("2", "from 0 to 2"),
+        (2, "from 0 to 2"),
         ([-1], "from 0 to 2"),
     ],
 )
@@ -322,7 +323,7 @@ def test_a_death_while_weights_move_is_the_end() -> None:
     deaths.watch_moves(state)
     with pytest.raises(RuntimeError):
         state.rearrange()
-    with pytest.raises(UnsupportedError, match="while the load balancer moved weights"):
+    with pytest.raises(UnsupportedError, match="has not ended its last move"):
         deaths.leave_out(state, [2], 3)
     state = _state()
     deaths.watch_moves(state)
