@@ -82,7 +82,7 @@ class StoreGroup:
         size: ranks of the group.
 
     Raises:
-        InputError: rank is not one of the group.
+        InputError: rank is not one of the group, or the name has been used.
     """
 
     def __init__(self, store: Any, name: str, rank: int, size: int) -> None:
@@ -91,6 +91,11 @@ class StoreGroup:
         self.rank, self.size = rank, size
         self._store, self._prefix, self._steps = store, f"moe_nvlink/{name}", 0
         self._has_failed = False
+        if store.add(f"{self._prefix}/made by {rank}", 1) > 1:
+            raise InputError(
+                f"rank {rank} has made a group {name!r} on this store before; a group has a name "
+                "of its own, because the store keeps what the ranks of another one have said"
+            )
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order. Collective; any value that pickle takes.

@@ -384,7 +384,7 @@ class LayerExchange:
                 self.workspace.check_usable()  # the first wait may have failed
                 raise ExchangeStateError(
                     f"wait twice for one {running.verb}_async on channel {index}, or after "
-                    "mask(): keep what the first wait() returned; mask() has ended the round"
+                    "mask() or renew(), which end the round: keep what the first wait() returned"
                 )
             try:
                 running.join()
@@ -458,6 +458,7 @@ class LayerExchange:
     def fault_words(self) -> list[torch.Tensor]:
         """Return the channels' fault words on the device, as MoeAllToAll.fault_words documents."""
         self.check_open()
+        self.workspace.check_mapped()
         offset = structs()["LocalControl"].fault.offset
         words = []
         for channel in self._channels:

@@ -76,6 +76,7 @@ def leave_out(
         ExchangeTimeoutError: a rank did not come; call again on all ranks that live.
     """
     gone = _gone(workspace, ranks)
+    workspace.check_mapped()
     if not isinstance(workspace.broken, ExchangeTimeoutError | PeerError | DisagreementError):
         workspace.check_usable()
     with contextlib.ExitStack() as locks:
@@ -132,7 +133,7 @@ def let_go(
         meeting.hold(workspace.meetings)
         if workspace.group.rank in leaving:
             workspace.broken = ExchangeStateError(
-                f"rank {workspace.group.rank} has left the exchange; close its layers"
+                f"rank {workspace.group.rank} has left the exchange"
             )
             return
     leave_out(workspace, leaving, everyones_regions, meet, timeout_s, end_verbs)

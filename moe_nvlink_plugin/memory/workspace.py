@@ -304,6 +304,18 @@ class Workspace(Generic[E]):
         memory.extend(extents)
         all_or_none(group, "initialising the workspace", self._begin_again)
 
+    def check_mapped(self) -> None:
+        """Check that no renewal has failed since the last that ended. Local.
+
+        Raises:
+            ExchangeStateError: one has; the message says what to do.
+        """
+        if not self.is_mapped:
+            raise ExchangeStateError(
+                f"rank {self.group.rank} has no memory, because a renewal has failed; call renew() "
+                "again on all ranks of a group, or close all layers"
+            )
+
     def keep_totals(self) -> None:
         """Copy what `renew` writes into the fresh memory. Local; no verb runs."""
         if self.is_mapped:

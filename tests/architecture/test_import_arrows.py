@@ -39,7 +39,7 @@ ARROWS: dict[str, set[str]] = {
     f"{VLLM}.balancing": {"doorway", "public", COMMON, VLLM, f"{VLLM}.moe"},
     f"{VLLM}.lora": {"doorway", "public", VLLM, f"{VLLM}.moe"},
     f"{VLLM}.draft": {"doorway", "public", COMMON, VLLM},
-    f"{VLLM}.faults": {"doorway", "public", VLLM, f"{VLLM}.balancing"},
+    f"{VLLM}.faults": {"doorway", "public", COMMON, VLLM, f"{VLLM}.balancing"},
     f"{VLLM}.scheduler": {"doorway", "public", COMMON, VLLM},
     f"{VLLM}.plugin": {
         *("doorway", "public", COMMON, VLLM),

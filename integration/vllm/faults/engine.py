@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import time
 from typing import Any
 
 from vllm.distributed import stateless_destroy_torch_distributed_process_group
@@ -24,7 +25,7 @@ from vllm.v1.serial_utils import UtilityResult
 from moe_nvlink_plugin.errors import PeerError, UnsupportedError
 from moe_nvlink_plugin.integration import overrides
 
-from .worker import GROUP_LIMIT
+from .worker import MEETING_LIMIT, bound_waits
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 DEAD = "dead_ranks"
 #: Seconds that a rank waits for the others to be told.
 RETRY_S = 60
+_POLL_S = 0.05
 
 
 class MoeNvlinkEngineSentinel(EngineCoreSentinel):
@@ -41,6 +43,8 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
     def __init__(self, engine: Any, parallel_config: Any) -> None:
         super().__init__(engine, parallel_config)
         self.status_type: Any = EngineStatusType.HEALTHY
+        if hasattr(engine, "dp_group"):
+            bound_waits(engine.dp_group)  # its workers have warmed up
         #: Data-parallel ranks that have died, in this retry or before.
         self.dead: tuple[int, ...] = ()
         #: Experts that only these have, as ranges `8-15`.
@@ -136,8 +140,9 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
             len(alive),
             backend="gloo",
             return_store=True,
-            timeout=parallel.cpu_distributed_timeout or GROUP_LIMIT,
+            timeout=MEETING_LIMIT,
         )
+        bound_waits(engine.dp_group)
         return {
             "new_stateless_dp_group_ports": told["worker_ports"],
             "alive": alive,
@@ -166,38 +171,55 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
     def _hear(self, alive: list[int], me: int) -> list[dict[str, Any]]:
         """Return what each rank says of its newest attempt. Collective; raises as `_tell`.
 
-        The ranks meet twice: what a rank has said in an attempt that failed is overwritten, and
-        taken back at its end. By what all have said they name the rest of this attempt.
+        A rank says so until its attempt ends. Ranks go on when all have named the same ranks, and
+        when each knows that the others know it. By the attempts they name the rest of this one.
         """
         store, rank = self.engine.dp_store, alive[me]
         self._dp_reinit_epoch += 1
-        mine = {"alive": alive, "running": self.engine.engines_running}
-        mine["attempt"] = self._dp_reinit_epoch
-        limit = datetime.timedelta(seconds=RETRY_S)
+        mine: dict[str, Any] = {"attempt": self._dp_reinit_epoch, "alive": alive}
+        mine["running"] = self.engine.engines_running
         own = f"moe_nvlink_retry/of {rank}"
+        deadline = time.monotonic() + RETRY_S
         try:
             store.set(own, json.dumps(mine).encode())
-            store.wait([f"moe_nvlink_retry/of {other}" for other in alive], limit)
-            everyones = [
-                json.loads(store.get(f"moe_nvlink_retry/of {other}").decode()) for other in alive
-            ]
-            if any(theirs["alive"] != alive for theirs in everyones):
-                raise UnsupportedError(
-                    f"retry on rank {rank} goes on with ranks {alive}, on others with "
-                    f"{[theirs['alive'] for theirs in everyones]}; post the same {DEAD} to all "
-                    "servers"
-                )
+            everyones = self._poll(alive, deadline)
             seen = "-".join(str(theirs["attempt"]) for theirs in everyones)
             store.set(f"moe_nvlink_retry/{seen}/{rank}", b"")
-            store.wait([f"moe_nvlink_retry/{seen}/{other}" for other in alive], limit)
+            left = datetime.timedelta(seconds=max(deadline - time.monotonic(), 1))
+            store.wait([f"moe_nvlink_retry/{seen}/{other}" for other in alive], left)
         except RuntimeError as error:  # torch's DistStoreError
             raise PeerError(
                 f"not all of ranks {alive} were told to retry within {RETRY_S} s: {error}; post it "
                 "to all servers that live, with those ranks that have died"
             ) from error
         finally:
-            store.delete_key(own)
+            store.set(own, json.dumps({**mine, "alive": None}).encode())
         return everyones
+
+    def _poll(self, alive: list[int], deadline: float) -> list[dict[str, Any]]:
+        """Return what all ranks say, once all of them go on with the same ranks."""
+        store, others = self.engine.dp_store, [f"moe_nvlink_retry/of {rank}" for rank in alive]
+        differing: list[Any] = []
+        while True:
+            left = datetime.timedelta(seconds=max(deadline - time.monotonic(), _POLL_S))
+            store.wait(others, left)  # each has spoken once
+            everyones = [json.loads(store.get(other).decode()) for other in others]
+            said = [theirs["alive"] for theirs in everyones]
+            if all(of_rank == alive for of_rank in said):
+                return everyones
+            differing = [of_rank for of_rank in said if of_rank not in (None, alive)] or differing
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_S)
+        if differing:
+            raise UnsupportedError(
+                f"this retry goes on with ranks {alive}, others with {differing}; post the same "
+                f"{DEAD} to all servers"
+            )
+        raise PeerError(
+            f"not all of ranks {alive} were told to retry within {RETRY_S} s; post it to all "
+            "servers that live, with those ranks that have died"
+        )
 
     def _loss(self) -> str:
         gone = f"data-parallel rank(s) {', '.join(map(str, self.dead))} have died"

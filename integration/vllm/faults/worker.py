@@ -6,6 +6,7 @@ import datetime
 import logging
 from typing import Any
 
+import torch
 from vllm.distributed import (
     get_dp_group,
     stateless_destroy_torch_distributed_process_group,
@@ -15,16 +16,20 @@ from vllm.platforms import current_platform
 from vllm.v1.fault_tolerance.utils import FaultToleranceRequest
 from vllm.v1.worker.sentinel.gpu_worker_sentinel import WorkerSentinel
 
+from moe_nvlink_plugin import env
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.integration import overrides
+from moe_nvlink_plugin.integration.common.pool import FAULT_TIMEOUT_S
 from moe_nvlink_plugin.integration.vllm.all2all_manager import manager_of_ep_group
 from moe_nvlink_plugin.integration.vllm.balancing import deaths
 
 logger = logging.getLogger(__name__)
 
-#: How long ranks wait for one another in the groups that `retry` makes, if nobody says. A rank that
-#: dies during `retry` holds the others for as long.
-GROUP_LIMIT = datetime.timedelta(seconds=300)
+#: How long ranks wait for one another to meet in the groups that `retry` makes. A rank that dies
+#: meanwhile holds the others for as long.
+MEETING_LIMIT = datetime.timedelta(seconds=60)
+#: In vLLM's own groups ranks wait as many times as long as in the exchange: a step has many rounds.
+STEPS_LIMIT = 3
 
 
 class MoeNvlinkWorkerSentinel(WorkerSentinel):
@@ -62,8 +67,9 @@ class MoeNvlinkWorkerSentinel(WorkerSentinel):
             alive.index(self.dp_rank),
             len(alive),
             backend="gloo",
-            timeout=parallel.cpu_distributed_timeout or GROUP_LIMIT,
+            timeout=MEETING_LIMIT,
         )
+        bound_waits(group.cpu_group)
         if current_platform.is_cpu():
             group.device_group = group.cpu_group
         elif dead:
@@ -81,6 +87,21 @@ class MoeNvlinkWorkerSentinel(WorkerSentinel):
         experts = self.worker.model_config.get_num_experts()
         owned = (range(*local_expert_range(experts, ep_size, rank)) for rank in ranks)
         return ranges([expert for of_rank in owned for expert in of_rank])
+
+
+def bound_waits(group: Any) -> None:
+    """Let ranks wait less long for one another in a gloo group of vLLM's. Local.
+
+    Between two steps vLLM's ranks meet there, and its own limit is half an hour: a rank that stops
+    or dies just then would hold the others as long.
+    """
+    limit = datetime.timedelta(seconds=STEPS_LIMIT * env.timeout_s(FAULT_TIMEOUT_S))
+    group._get_backend(torch.device("cpu"))._set_default_timeout(limit)
+
+
+def bound_waits_of_steps() -> None:
+    """Bound the waits in which this worker meets the others before a step. Local."""
+    bound_waits(get_dp_group().cpu_group)
 
 
 def ranges(numbers: list[int]) -> list[str]:

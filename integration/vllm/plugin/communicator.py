@@ -64,7 +64,7 @@ def attach(communicator: Any, device: torch.device) -> None:
     # Checked before our modules import these names.
     balances = vllm_config.parallel_config.enable_eplb
     adapts = vllm_config.lora_config is not None
-    tolerates = vllm_config.parallel_config.enable_fault_tolerance
+    tolerates = getattr(vllm_config.parallel_config, "enable_fault_tolerance", False)
     compat.check_names(
         device.type, drafts=shares_head, balances=balances, adapts=adapts, tolerates=tolerates
     )

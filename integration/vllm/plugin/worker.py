@@ -69,6 +69,10 @@ class TellsOurExchange(_Base):
         loading.guard(self.model_runner)
         if (manager := _manager()) is not None:
             manager.end_startup()
+            if getattr(manager, "support_fault_tolerance", False):
+                from moe_nvlink_plugin.integration.vllm.faults import worker as faults
+
+                faults.bound_waits_of_steps()
         return times
 
     @overrides
@@ -78,7 +82,7 @@ class TellsOurExchange(_Base):
         idling = contextlib.nullcontext() if manager is None else manager.pool.idling()
         with idling, loading.keeping(self.model_runner):
             super().execute_dummy_batch()
-        if manager is not None and manager.support_fault_tolerance:
+        if getattr(manager, "support_fault_tolerance", False):
             # vLLM asks for a fault of a graph's replay only after steps with outputs.
             manager.pool.raise_failure()
 

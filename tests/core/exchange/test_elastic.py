@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, rank_mask
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, StoreGroup, rank_mask
 from moe_nvlink_plugin.errors import (
     ConfigError,
     DisagreementError,
@@ -196,6 +198,10 @@ def test_a_renewal_that_has_failed_is_repeated(monkeypatch: pytest.MonkeyPatch) 
             received.hidden_states.sum()  # its content is gone, its addresses are not
             with pytest.raises(ExchangeStateError, match=r"call renew\(\) again"):
                 right(layer, 1)
+            with pytest.raises(ExchangeStateError, match="has no memory"):
+                layer.mask()
+            with pytest.raises(ExchangeStateError, match="has no memory"):
+                layer.fault_words()
             layer.renew(meet("again", place, (0, 1)), (0, 1))
             seen = right(layer, 1)
             assert layer.stats().rounds == before.rounds + 1
@@ -427,6 +433,21 @@ def test_who_calls_something_else_is_named() -> None:
         for error, kind, word in zip(said, kinds, words, strict=True):
             assert isinstance(error, kind) or (kind is ConfigError and isinstance(error, PeerError))
             assert word in str(error)
+
+
+def test_a_store_keeps_one_group_of_a_name() -> None:
+    store = HashStore()
+    group = StoreGroup(store, "first", 0, 1)
+    assert group.all_gather_object(7) == [7]
+    with pytest.raises(InputError, match="has made a group 'first' on this store before"):
+        StoreGroup(store, "first", 0, 1)
+    with pytest.raises(InputError, match="rank=1 is not from 0 to 0"):
+        StoreGroup(store, "second", 1, 1)
+    store.set_timeout(datetime.timedelta(seconds=0.1))
+    lonely = StoreGroup(store, "third", 0, 2)
+    for _ in range(2):
+        with pytest.raises(PeerError, match=r"rank 1 of group|has failed before"):
+            lonely.all_gather_object(None)
 
 
 def test_what_cannot_be_asked_of_places() -> None:

@@ -21,7 +21,7 @@ from moe_nvlink_plugin.launch.kernel import Kernel
 from moe_nvlink_plugin.lm_head.kernels import HEAD
 from moe_nvlink_plugin.tools import cli, precompile, shipped
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)  # of a busy machine; alone each takes seconds
 
 
 @pytest.fixture
@@ -177,10 +177,10 @@ def test_what_it_makes_is_what_ranks_ask_for(
         "[cubin_for(each, 'sm_100a', wanted) for each in wanted.builds(pdl=True)]"
     )
     environment = {**os.environ, "MOE_NVLINK_CACHE_DIR": str(folder)}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240, env=environment)
     # Without PDL it is other code.
-    assert run(folder, *arguments, "--geometry", "top_k=2", "--no-pdl") == 0
-    assert len(list(folder.glob("*.cubin"))) == 36
+    assert run(folder, "--arch", "sm_90a", "--geometry", "top_k=2", "--no-pdl") == 0
+    assert len(list(folder.glob("*.cubin"))) == 18 + 5
     assert "was there" not in capsys.readouterr().out
     assert run(folder, *arguments) == 0
     assert capsys.readouterr().out.count("was there") == 4

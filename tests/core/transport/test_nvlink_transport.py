@@ -39,7 +39,7 @@ from tests.support.fake_cuda import build, control, environment
 from tests.support.fake_cuda.transport import FakeNvlinkTransport
 from tests.support.ranks import run_processes
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -88,6 +88,7 @@ class Long:
             assert not thread.is_alive()
 
 
+@pytest.mark.long
 def test_a_rank_that_has_stopped_for_a_while(requests: Requests, folder: Path) -> None:
     """Both engines notice; after `retry` the tokens are those of one rank again."""
     with tolerant(requests, folder, "external balancer") as servers:
@@ -142,6 +143,7 @@ def test_a_rank_that_has_died(requests: Requests, folder: Path) -> None:
         assert our_files(stats) == []
 
 
+@pytest.mark.long
 def test_experts_of_a_dead_rank_have_replicas(requests: Requests, folder: Path) -> None:
     """The balancer's redundant experts are those of the rank that dies: no token changes."""
     balancing = ("--enable-eplb", '--eplb-config={"num_redundant_experts": 8}')

@@ -243,7 +243,12 @@ def test_a_move_beside_the_steps_ends_with_its_last_layer() -> None:
     """What vLLM's asynchronous balancer leaves after each step."""
     placed = torch.tensor([[0, 1], [0, 1]])
     one = SimpleNamespace(physical_to_logical_map=placed, rebalanced=False, model=torch.nn.Module())
-    state = SimpleNamespace(model_states={"m": one}, expert_rearrangement_step=5, step=lambda: None)
+    state = SimpleNamespace(
+        model_states={"m": one},
+        expert_rearrangement_step=5,
+        step=lambda: None,
+        rearrange=lambda: None,
+    )
     watch = moves.Moves(Ranks(None, 0, 1, WORDING))
     watch.follow(state)
     seen = []

@@ -24,7 +24,7 @@ from moe_nvlink_plugin.integration.vllm.backend import BACKEND, KEY
 from moe_nvlink_plugin.integration.vllm.balancing import deaths
 from moe_nvlink_plugin.integration.vllm.faults import engine as engines
 from moe_nvlink_plugin.integration.vllm.faults.engine import MoeNvlinkEngineSentinel
-from moe_nvlink_plugin.integration.vllm.faults.worker import ranges
+from moe_nvlink_plugin.integration.vllm.faults.worker import bound_waits, ranges
 
 
 class Store:
@@ -50,10 +50,6 @@ class Store:
                 lambda: self._values.keys() >= set(keys), limit.total_seconds()
             ):
                 raise RuntimeError("wait timeout")
-
-    def delete_key(self, key: str) -> bool:
-        with self._changed:
-            return self._values.pop(key, None) is not None
 
 
 class Engine(SimpleNamespace):
@@ -105,6 +101,12 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         engines, "stateless_destroy_torch_distributed_process_group", lambda _group: None
     )
     return made
+
+
+@pytest.fixture(autouse=True)
+def no_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups here are names."""
+    monkeypatch.setattr(engines, "bound_waits", lambda _group: None)
 
 
 def sentinels(*running: bool) -> list[MoeNvlinkEngineSentinel]:
@@ -215,14 +217,22 @@ def test_what_cannot_be_retried(dead: Any, words: str) -> None:
     assert one.engine.asked == []
 
 
-def test_ranks_that_were_told_of_other_deaths(groups: list[tuple[int, int, int]]) -> None:
-    those = sentinels(True, True)
-    told = tell(those, {"dead_ranks": [2]}, {"dead_ranks": []} | {"dead_ranks": [2]})
-    assert all(one["success"] for one in told)
+def test_ranks_that_were_told_of_other_deaths(
+    groups: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them hear so; told the same, they go on, whoever is told first."""
     those = sentinels(True, True, True)
+    monkeypatch.setattr(engines, "RETRY_S", 1.0)
     told = tell(those, {"dead_ranks": []}, {"dead_ranks": []}, {"dead_ranks": [1]})
-    assert not told[2]["success"]
+    assert not any(one["success"] for one in told)
     assert "post the same dead_ranks" in told[2]["reason"]
+    assert groups == []
+    for one in those:
+        one.engine.output_queue.queue.clear()
+    monkeypatch.setattr(engines, "RETRY_S", 30)
+    told = tell(those[:2], {"dead_ranks": [2]}, {"dead_ranks": [2]})
+    assert [one["success"] for one in told] == [True, True]
+    assert sorted((rank, size) for _port, rank, size in groups) == [(0, 2), (1, 2)]
 
 
 def test_a_retry_that_the_others_do_not_hear_of(
@@ -329,6 +339,16 @@ def test_a_death_while_weights_move_is_the_end() -> None:
     deaths.watch_moves(state)
     assert state.rearrange() == 1
     deaths.leave_out(state, [2], 3)
+
+
+def test_ranks_wait_less_long_in_vllms_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_NVLINK_TIMEOUT_S", "2")
+    limits: list[datetime.timedelta] = []
+    backend = SimpleNamespace(_set_default_timeout=limits.append)
+    bound_waits(SimpleNamespace(_get_backend=lambda _device: backend))
+    monkeypatch.delenv("MOE_NVLINK_TIMEOUT_S")
+    bound_waits(SimpleNamespace(_get_backend=lambda _device: backend))
+    assert [limit.total_seconds() for limit in limits] == [6, 30]
 
 
 def test_ranges() -> None:
