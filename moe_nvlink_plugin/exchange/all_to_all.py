@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -17,6 +18,7 @@ from moe_nvlink_plugin.groups import all_or_none, as_group
 from moe_nvlink_plugin.memory.startup import Timeouts
 from moe_nvlink_plugin.memory.workspace import ExchangeStats
 from moe_nvlink_plugin.recipes import Recipe
+from moe_nvlink_plugin.transport import HUGE_PAGE_BYTES
 
 from . import agreement, checks, elastic, ops, sizes, tuning
 from .calls import Combine, Dispatch, Dispatched, DispatchMetadata
@@ -27,6 +29,7 @@ from .small_batches import with_small_tokens
 logger = logging.getLogger(__name__)
 
 _NO_PAYLOADS: tuple[torch.Tensor, ...] = ()
+_H100_SMS = 132
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -101,6 +104,27 @@ class MoeAllToAll:
         if isinstance(config.tuning, str) and config.tuning:
             tuning.load(config.tuning)
         return recipe
+
+    @staticmethod
+    def memory(config: AllToAllConfig, device: torch.device | str = "cpu") -> dict[str, int]:
+        """Return the bytes of a rank's workspace for one layer, by what they are for. Local.
+
+        It allocates nothing. The sum is what `workspace_bytes` says when `create` has made the
+        layer. Layers that share a workspace take the largest of them, part by part; on a GPU with
+        other SMs than an H100, the part "small batches" may differ.
+
+        Args:
+            config: the layer's configuration.
+            device: where the tensors would live; a GPU need not be there.
+
+        Raises:
+            ConfigError: as `check`; or there are more bytes than a window holds.
+        """
+        recipe = MoeAllToAll.check(config)
+        on_gpu = torch.device(device).type == "cuda"
+        limits = with_small_tokens(config, recipe, _H100_SMS if on_gpu else 0)
+        alignment = HUGE_PAGE_BYTES if on_gpu else mmap.PAGESIZE
+        return sizes.memory_by_part(limits, recipe, alignment)
 
     @classmethod
     def create(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -23,6 +24,16 @@ PACKED_ALIGNMENT = 16
 #: Regions of counts per expert: what all ranks have counted, the same on its way, this rank's
 #: counters.
 COUNTS_REGIONS = ("expert_counts", "expert_counts_staging", "expert_counters")
+#: Beginning of a region's name -> what `memory_by_part` calls it; the first that fits.
+_PARTS = {
+    "recv_": "received rows",
+    scales_layout.LAID_OUT: "received rows",
+    "combine_": "experts' quantised output",
+    "combine": "experts' output",
+    "expert_count": "counts per expert",
+    "control": "control",
+    "": "small batches",  # the staging of each verb
+}
 
 
 def layer_layout(
@@ -44,6 +55,18 @@ def layer_layout(
     """
     sizes = _data_sizes(config, recipe)
     return WorkspaceLayout.of(config.ep_size, config.num_channels, sizes, alignment, room)
+
+
+def memory_by_part(config: AllToAllConfig, recipe: Recipe, alignment: int) -> dict[str, int]:
+    """Return what the bytes of a layer's own workspace are for, the largest part first. Local.
+
+    Arguments and errors as of `layer_layout`.
+    """
+    totals: Counter[str] = Counter()
+    for name, size_bytes in layer_layout(config, recipe, alignment).bytes_by_region().items():
+        part = next(part for start, part in _PARTS.items() if name.startswith(start))
+        totals[part] += size_bytes
+    return dict(totals.most_common())
 
 
 def payload_rows(config: AllToAllConfig, recipe: Recipe) -> dict[str, PayloadRow]:

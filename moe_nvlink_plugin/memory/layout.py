@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from moe_nvlink_plugin.errors import ConfigError
@@ -196,10 +197,20 @@ class WorkspaceLayout:
             size = self._control_bytes if name == _CONTROL else self.sizes[name]
             yield place.offset, place.offset + _rounded(size, self.alignment)
 
+    def bytes_by_region(self) -> dict[str, int]:
+        """Return the bytes of memory of each data region and of all control regions, "control".
+
+        All channels together.
+        """
+        totals: Counter[str] = Counter()
+        for (_channel, name), (offset, end) in zip(self.places, self._mapped(), strict=True):
+            totals[name] += end - offset
+        return dict(totals)
+
     @property
     def total_bytes(self) -> int:
         """Bytes of memory of one rank's workspace."""
-        return self.outgrown_bytes + sum(end - offset for offset, end in self._mapped())
+        return self.outgrown_bytes + sum(self.bytes_by_region().values())
 
 
 def _rounded(size: int, alignment: int) -> int:

@@ -151,6 +151,15 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     doctor.add_argument("--json", action="store_true", help="print JSON instead of text")
+    doctor.add_argument(
+        "--memory",
+        metavar="NAME=N,...",
+        help="only say what the workspace of such a layer takes on each rank, as in "
+        "ep_size=64,max_tokens_per_rank=8192,hidden_size=7168,top_k=8,recipe=fp8_block",
+    )
+    doctor.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda", help="of --memory (default: cuda)"
+    )
     _add_verify(commands)
     _add_tune(commands)
     compiling = commands.add_parser(
@@ -403,6 +412,10 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "doctor":
         from . import doctor
 
+        if options.memory is not None:
+            from .doctor import memory
+
+            return memory.main(options.memory, options.device)
         return doctor.main(as_json=options.json)
     if options.command == "top":
         from . import top

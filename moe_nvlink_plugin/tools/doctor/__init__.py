@@ -2,7 +2,7 @@
 
 inquiry.py asks the machine: sockets.py for its NUMA nodes, gpu.py for the driver in a child
 process. verdict.py judges. report.py writes the report, and together.py collects the ranks of a
-launcher into one report.
+launcher into one report. memory.py answers --memory, and looks at no machine.
 """
 
 from __future__ import annotations
