@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import mmap
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -13,12 +12,12 @@ import torch
 
 from moe_nvlink_plugin import plugins
 from moe_nvlink_plugin.config import AllToAllConfig, check_kind
-from moe_nvlink_plugin.errors import InputError, MoeNvlinkError
+from moe_nvlink_plugin.errors import ConfigError, InputError, MoeNvlinkError
 from moe_nvlink_plugin.groups import all_or_none, as_group
+from moe_nvlink_plugin.memory.layout import UNITS
 from moe_nvlink_plugin.memory.startup import Timeouts
 from moe_nvlink_plugin.memory.workspace import ExchangeStats
 from moe_nvlink_plugin.recipes import Recipe
-from moe_nvlink_plugin.transport import HUGE_PAGE_BYTES
 
 from . import agreement, checks, elastic, ops, sizes, tuning
 from .calls import Combine, Dispatch, Dispatched, DispatchMetadata
@@ -118,13 +117,15 @@ class MoeAllToAll:
             device: where the tensors would live; a GPU need not be there.
 
         Raises:
-            ConfigError: as `check`; or there are more bytes than a window holds.
+            ConfigError: as `check`; or there are more bytes than a window holds; or the device is
+                neither a CPU nor a CUDA device.
         """
         recipe = MoeAllToAll.check(config)
-        on_gpu = torch.device(device).type == "cuda"
-        limits = with_small_tokens(config, recipe, _H100_SMS if on_gpu else 0)
-        alignment = HUGE_PAGE_BYTES if on_gpu else mmap.PAGESIZE
-        return sizes.memory_by_part(limits, recipe, alignment)
+        kind = torch.device(device).type
+        if kind not in UNITS:
+            raise ConfigError(f"device={device} is of neither kind: {' or '.join(UNITS)}")
+        limits = with_small_tokens(config, recipe, 0 if kind == "cpu" else _H100_SMS)
+        return sizes.memory_by_part(limits, recipe, UNITS[kind])
 
     @classmethod
     def create(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import mmap
 from collections import Counter
 from collections.abc import Iterator
 
@@ -27,6 +28,9 @@ REGION_ALIGNMENT = 256
 
 #: Address space of a region as a multiple of its first size. It costs no memory.
 ROOM = 4
+
+#: Kind of device -> bytes in which its memory is mapped.
+UNITS = {"cpu": mmap.PAGESIZE, "cuda": HUGE_PAGE_BYTES}
 
 #: Offsets travel as 32-bit counts of REGION_ALIGNMENT.
 MAX_WINDOW_BYTES = REGION_ALIGNMENT << 32

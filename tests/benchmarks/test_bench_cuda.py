@@ -91,6 +91,7 @@ def test_rows_of_emulated_ranks() -> None:
     assert first["copied_gb_s"] == pytest.approx(moved / first["median_us"] / 1e3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("formats", [("mxfp8", "bf16"), ("nvfp4", "nvfp4"), ("fp8_tensor", "bf16")])
 def test_quantised_rows_are_checked_bit_for_bit(formats: tuple[str, str]) -> None:
     recipe, combine = formats

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -15,6 +17,7 @@ def launch(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 def test_every_dispatch_has_its_combine(tmp_path: Path) -> None:
     """Kernels report one that has not, and the next call raises it: bare launches count too."""
     written = tmp_path / "launch.json"

@@ -350,6 +350,7 @@ def _cores_of_a_rank(rank: int, size: int, options: Options) -> Any:
         return processes._rank_main(rank, size, options, "", None)
 
 
+@pytest.mark.long
 def test_ranks_keep_to_their_cores_if_asked_to(tmp_path: Path) -> None:
     assert [processes.cores_of(r, 1, {5, 3}) for r in range(4)] == [{3}, {5}, {3}, {5}]
     assert [processes.cores_of(r, 2, range(4)) for r in range(3)] == [{0, 1}, {2, 3}, {0, 1}]

@@ -17,6 +17,7 @@ from tests.support.wheels import FetchError
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_sglangs_dispatcher_runs_on_the_drop_in(tmp_path: Path) -> None:
     try:

@@ -68,6 +68,7 @@ def result(folder: Path, name: str, kind: str = "rehearsal") -> Any:
 # The stages, small, from the first command to the last.
 
 
+@pytest.mark.long
 def test_smoke_rehearsed(tmp_path: Path) -> None:
     status, said = run(tmp_path, "--rehearse", "smoke", BENCH_COMMIT="0123abc")
     assert status == 0, said
@@ -89,6 +90,7 @@ def test_smoke_rehearsed(tmp_path: Path) -> None:
         assert report["machine"]["gpus"], "each report names its GPU"
 
 
+@pytest.mark.long
 def test_numbers_rehearsed(tmp_path: Path) -> None:
     status, said = run(tmp_path, "--rehearse", "numbers")
     assert status == 0, said

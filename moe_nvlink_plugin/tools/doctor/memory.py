@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.exchange.all_to_all import MoeAllToAll
 from moe_nvlink_plugin.tools.precompile import values_of
 
 _NEEDED = ("ep_size", "max_tokens_per_rank", "hidden_size", "top_k")

@@ -12,6 +12,7 @@ import torch
 from moe_nvlink_plugin.errors import DriverError
 from tests.core.launch.test_cuda_launch import alone, in_driver, inputs, units_of
 from tests.support import fake_cuda
+from tests.support.fake_cuda import ptx
 from tests.support.fake_cuda.transport import capturing
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
@@ -59,7 +60,7 @@ def streams_and_calls() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("on", ["host", "ptx"])
+@pytest.mark.parametrize("on", ["host", ptx.LONG])
 def test_a_verb_has_a_stream_of_its_own(
     on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +128,7 @@ def captures() -> list[bool]:
     return outcome
 
 
-@pytest.mark.parametrize("on", ["host", "ptx"])
+@pytest.mark.parametrize("on", ["host", ptx.LONG])
 def test_a_graph_holds_both_halves(
     on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

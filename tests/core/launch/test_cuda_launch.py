@@ -150,7 +150,7 @@ def described(launch: fake_cuda.LastLaunch) -> tuple[Any, ...]:
     return launch.name.decode(), grid, block, launch.pdl, launch.shared_bytes, launch.args_bytes
 
 
-@pytest.mark.parametrize("on", ["host", "ptx"])
+@pytest.mark.parametrize("on", ["host", ptx.LONG])
 def test_launches(on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = in_driver(launches, tmp_path, monkeypatch, sms=132, units=units_of(on))
     sizes = {name: ctypes.sizeof(structs()[name]) for name in ("DispatchArgs", "CombineArgs")}
@@ -513,7 +513,7 @@ def capture_other_rows() -> list[bool]:
     return outcome
 
 
-@pytest.mark.parametrize("on", ["host", "ptx"])
+@pytest.mark.parametrize("on", ["host", ptx.LONG])
 def test_a_graph_keeps_bound_and_rows(
     on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -601,7 +601,7 @@ def late_rank() -> list[Any]:
     return run_ranks(2, rank_main)
 
 
-@pytest.mark.parametrize("on", ["host", "ptx"])
+@pytest.mark.parametrize("on", ["host", ptx.LONG])
 def test_a_late_rank(on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_driver(late_rank, tmp_path, monkeypatch, units=units_of(on)) == [True, None]
 
@@ -632,7 +632,7 @@ def go_on(small: bool) -> list[list[cases.Seen]]:
     return run_ranks(3, rank_main)
 
 
-@pytest.mark.parametrize("on", ["host", "ptx"])
+@pytest.mark.parametrize("on", ["host", ptx.LONG])
 @pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
 def test_ranks_go_on_without_another(
     small: bool, on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -678,7 +678,7 @@ def replay_after_a_death(follows: bool) -> list[Any]:
     return run_ranks(2, rank_main)[0]
 
 
-@pytest.mark.parametrize("on", ["host", "ptx"])
+@pytest.mark.parametrize("on", ["host", ptx.LONG])
 def test_a_graph_that_follows_the_mask(
     on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -686,7 +686,7 @@ def test_a_graph_that_follows_the_mask(
     assert said == [True, 0, "None"]
 
 
-@pytest.mark.parametrize("on", ["host", "ptx"])
+@pytest.mark.parametrize("on", ["host", ptx.LONG])
 def test_a_graph_without_the_mask_waits_for_nobody(
     on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

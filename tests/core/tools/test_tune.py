@@ -245,6 +245,7 @@ def test_layers_that_cannot_be(values: dict[str, Any], said: str, tmp_path: Path
 # verify.
 
 
+@pytest.mark.long
 def test_verify_says_what_a_file_gains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, output = tmp_path / "tuned.json", tmp_path / "report.json"
     layer = Layer.of(config(), "bf16")

@@ -221,6 +221,7 @@ def check_shared(stats: list[dict[str, Any]], size: int, drafted: int) -> None:
     assert sum(head["rows"] for head in heads) >= drafted
 
 
+@pytest.mark.long
 def test_the_drafts_are_worth_counting(reference: Reference) -> None:
     """Some are accepted and some are not, else equal counts would say nothing."""
     for drafts in reference.blocks:
@@ -295,6 +296,7 @@ def test_four_ranks_then_kill_9_in_a_draft_step(reference: Reference, folder: Pa
         assert our_files(stats) == []
 
 
+@pytest.mark.long
 def test_two_groups_of_two_ranks_with_logits(reference: Reference, folder: Path) -> None:
     """Drafts that may be sampled need all logits, and none of the argmax's shortcuts."""
     arguments = (

@@ -44,6 +44,7 @@ def run(logs: Path, *arguments: str, timeout_s: float = 850) -> subprocess.Compl
     return subprocess.CompletedProcess(process.args, process.returncode, printed, said)
 
 
+@pytest.mark.long
 def test_the_fast_subset_ends_as_expected(tmp_path: Path) -> None:
     """Every group's, two processes at a time."""
     done = run(tmp_path, "--fast", "--jobs", "2")

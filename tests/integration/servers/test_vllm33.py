@@ -63,13 +63,11 @@ class Run(NamedTuple):
     may_skip: str = "^$"
 
 
-#: Those of every `make test`: the runner of GPUs, and vLLM's experts in Triton.
-SHORT = {
-    "v2 runner": Run((f"{_ONE_RANK}[gpt-oss dp2-model3-2-arguments3]",), V2),
-    "triton experts": Run((_TRITON_EXPERTS,), TRITON),
-}
+#: That of every `make test`: the runner of GPUs.
+SHORT = {"v2 runner": Run((f"{_ONE_RANK}[gpt-oss dp2-model3-2-arguments3]",), V2)}
 #: Not here, because it is refused with the V2 runner on CPU ranks: load balancing.
 LONG = {
+    "triton experts": Run((_TRITON_EXPERTS,), TRITON),
     "triton experts, three ranks": Run((_TRITON_EXPERTS,), TRITON, marked="long"),
     "adapter": Run(("tests/integration/vllm",), minutes=20, may_skip="Triton does not run here"),
     "servers": Run((_E2E,), minutes=15),
