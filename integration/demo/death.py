@@ -19,6 +19,8 @@ from typing import Any
 
 from typing_extensions import Self
 
+from moe_nvlink_plugin import env
+
 from . import report
 from .client import ask, make_requests, wait_for
 from .server import Server, ServerError, free_port
@@ -31,7 +33,8 @@ FLAGS: Sequence[str] = (
     *("--data-parallel-size", str(EP_SIZE), "--enable-expert-parallel"),
     *("--all2all-backend", "moe_nvlink", "--enable-fault-tolerance"),
 )
-TIMEOUT_VARIABLE, TIMEOUT_S = "MOE_NVLINK_TIMEOUT_S", "2"
+#: For how long ranks wait for one another in the exchange, if the variable does not say.
+TIMEOUT_VARIABLE, TIMEOUT_S = "MOE_NVLINK_TIMEOUT_S", 2.0
 #: As long as vLLM's engines wait to be told what to do.
 RECOVERY_S = 120.0
 #: The verdict, without replicas and with them.
@@ -165,7 +168,7 @@ def run(
     if replicas:  # The last rank then holds nothing but vLLM's redundant experts.
         redundant = f'{{"num_redundant_experts": {model.num_experts // (EP_SIZE - 1)}}}'
         flags += ["--enable-eplb", "--eplb-config", redundant]
-    timeout_s = os.environ.get(TIMEOUT_VARIABLE, TIMEOUT_S)
+    timeout_s = f"{env.timeout_s(TIMEOUT_S):g}"
 
     print(f"1. vLLM over {EP_SIZE} ranks, one server each: {' '.join(flags)}", flush=True)
     meeting = (f"--data-parallel-rpc-port={free_port()}", "--data-parallel-address=127.0.0.1")
