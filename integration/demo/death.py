@@ -213,8 +213,7 @@ def run(
         after = [ask(one, requests) for one in alive]
 
     print(f"\nTokens of {architecture} after the death (random weights, greedy, float32)\n")
-    names = ("rank 0", "rank 1")
-    print(report.answers_table(requests.prompts, *after, names=names))
+    print(report.answers_table(requests.prompts, after[0], after[1], ("rank 0", "rank 1")))
     pairs = zip(after[0].token_ids, before[0].token_ids, strict=True)
     different = sum(one != other for one, other in pairs)
     print(f"\n  {different} of {num_requests} answers differ from those before the death.")

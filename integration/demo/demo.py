@@ -144,7 +144,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--architecture", choices=sorted(MODELS), default="qwen3_moe")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--folder", type=Path, default=Path(".demo"), help="logs and checkpoint")
-    parser.add_argument("--kill", action="store_true", help="kill a rank of three; vllm only")
+    parser.add_argument(
+        "--kill",
+        action="store_true",
+        help="kill a rank of three; vllm only. Ranks wait 2 s for one another, "
+        "which may be too few on a busy machine: MOE_NVLINK_TIMEOUT_S sets another limit",
+    )
     parser.add_argument(
         "--replicas", action="store_true", help="with --kill: the others have its experts too"
     )

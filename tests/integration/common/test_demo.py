@@ -169,7 +169,7 @@ def test_options_that_make_no_sense_together(
     assert said in capsys.readouterr().err
 
 
-OF_SURVIVORS = {"status": "healthy", "dead_ranks": [2], "lost_experts": []}
+OF_SURVIVORS: dict[str, object] = {"status": "healthy", "dead_ranks": [2], "lost_experts": []}
 OTHERS = ANSWERS._replace(token_ids=[[10, 11, 99, 13], [20, 21]])
 
 
