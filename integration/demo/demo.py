@@ -8,18 +8,17 @@ What quantised rows would save is counted afterwards, in exchanges of a large mo
 from __future__ import annotations
 
 import argparse
-import random
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from . import formats, report
-from .server import Server, ServerError, Vllm33Server, VllmServer, stop_all
+from . import death, formats, report
+from .client import ask, make_requests, wait_for
+from .server import ServerError, Vllm33Server, VllmServer, stop_all
 from .sglang_server import SglangServer
 from .tiny_checkpoint import MODELS, write_checkpoint
 
@@ -35,8 +34,7 @@ EAGER = "--enforce-eager"
 #: takes time from the other rank where ranks share a few cores. It also starts faster. vLLM's own
 #: choice on CPUs is two, so that it can bind the worker's threads; here nothing is bound.
 ONE_PROCESS = "--distributed-executor-backend=vllm.v1.executor.uniproc_executor.UniProcExecutor"
-#: SGLang's five processes import for a minute on two idle cores, and other work may share them.
-READY_S = 600.0
+GOOD = "every answer equals the one-rank server's, and every MoE layer used our exchange."
 EXIT_INTERRUPTED = 130
 
 
@@ -70,72 +68,8 @@ FRAMEWORKS: dict[str, Framework] = {
 }
 
 
-class Requests(NamedTuple):
-    """Prompts and the length of each answer, all ragged."""
-
-    prompts: list[list[int]]
-    max_tokens: list[int]
-
-
-def make_requests(count: int, vocab_size: int, seed: int = 0) -> Requests:
-    """`count` random requests: prompts of 1..24 tokens, answers of 16..48."""
-    draw = random.Random(seed)
-    prompts = [draw.choices(range(vocab_size), k=draw.randint(1, 24)) for _ in range(count)]
-    return Requests(prompts, [draw.randint(16, 48) for _ in prompts])
-
-
-class ProgressLine:
-    """Shows that a wait goes on: one line rewritten on a terminal, a line every 10 s elsewhere."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._terminal = sys.stdout.isatty()
-        self._shown_s = -1e9
-
-    def __call__(self, elapsed_s: float, log_line: str) -> None:
-        """Show the seconds and what the server said last."""
-        text = f"  {self._what}: {elapsed_s:3.0f} s  {_message(log_line)}"
-        if self._terminal:
-            columns = shutil.get_terminal_size().columns
-            sys.stdout.write(f"\r\033[K{text[: columns - 1]}")
-            sys.stdout.flush()
-        elif elapsed_s - self._shown_s >= 10:
-            self._shown_s = elapsed_s
-            print(text, flush=True)
-
-    def close(self, text: str) -> None:
-        """Replace the line by its result."""
-        print(f"\r\033[K  {text}" if self._terminal else f"  {text}", flush=True)
-
-
-def _message(log_line: str) -> str:
-    """A line of a server's log without process, time and source line."""
-    head, found, message = log_line.partition("] ")
-    return message.strip() if found and "[" in head else log_line.strip()
-
-
-def wait_for(server: Server) -> None:
-    """Wait until the server answers, and show that time passes."""
-    progress = ProgressLine(f"starting the {server.name} server")
-    ready_s = server.wait_until_ready(timeout_s=READY_S, progress=progress)
-    progress.close(f"the {server.name} server is ready after {ready_s:.0f} s")
-
-
-def ask(server: Server, requests: Requests) -> report.Answers:
-    """Send every request at once."""
-    # The first request of a server pays for what later ones do not; keep it out of the timing.
-    server.complete([[1]], max_tokens=2)
-    started = time.monotonic()
-    completions = server.complete(requests.prompts, max_tokens=requests.max_tokens)
-    seconds = time.monotonic() - started
-    answers = report.Answers([completion.token_ids for completion in completions], seconds)
-    rate = f"{answers.tokens_per_s:.0f} tokens/s"
-    print(f"  {server.name} answered {len(completions)} concurrent requests, {rate}", flush=True)
-    return answers
-
-
-def run(folder: Path, architecture: str, num_requests: int, framework: str = "vllm") -> int:
-    """Run the demonstration in `folder` and return the exit code: 0 if all is as it should be."""
+def run(folder: Path, architecture: str, num_requests: int, framework: str = "vllm") -> list[str]:
+    """Run the demonstration in `folder` and return its failures, one sentence each."""
     checkpoint = write_checkpoint(folder / architecture, architecture)
     model, serving = MODELS[architecture], FRAMEWORKS[framework]
     requests = make_requests(num_requests, model.vocab_size)
@@ -190,16 +124,16 @@ def run(folder: Path, architecture: str, num_requests: int, framework: str = "vl
         ep_size=EP_SIZE,
         num_moe_layers=model.num_layers - model.num_dense_layers,
     )
-    return conclude([*found, *report.formats_failures(by_recipe)], folder)
+    return [*found, *report.formats_failures(by_recipe)]
 
 
-def conclude(failures: Sequence[str], folder: Path) -> int:
+def conclude(failures: Sequence[str], folder: Path, good: str) -> int:
     """Print the verdict and return the exit code."""
     if failures:
         print("\nFAILED: " + " ".join(failures))
         print(f"The servers' logs are in {folder}.")
         return 1
-    print("\nOK: every answer equals the one-rank server's, and every MoE layer used our exchange.")
+    print(f"\nOK: {good}")
     return 0
 
 
@@ -210,11 +144,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--architecture", choices=sorted(MODELS), default="qwen3_moe")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--folder", type=Path, default=Path(".demo"), help="logs and checkpoint")
+    parser.add_argument(
+        "--kill",
+        action="store_true",
+        help="kill a rank of three; vllm only. Ranks wait 2 s for one another, "
+        "which may be too few on a busy machine: MOE_NVLINK_TIMEOUT_S sets another limit",
+    )
+    parser.add_argument(
+        "--replicas", action="store_true", help="with --kill: the others have its experts too"
+    )
     options = parser.parse_args(arguments)
+    if options.kill and options.framework != "vllm":
+        parser.error(f"--kill needs --framework vllm, not {options.framework}: no other is tried")
+    if options.replicas and not options.kill:
+        parser.error("--replicas needs --kill: it is about the experts of the rank that dies")
     _interrupt_on_signals()
     started = time.monotonic()
+    given = (options.folder, options.architecture, options.requests)
     try:
-        code = run(options.folder, options.architecture, options.requests, options.framework)
+        if options.kill:
+            vllm = FRAMEWORKS["vllm"]
+            found = death.run(*given, vllm.server, vllm.always, options.replicas)
+            good = death.GOOD[options.replicas]
+        else:
+            found, good = run(*given, options.framework), GOOD
+        code = conclude(found, options.folder, good)
     except ServerError as error:
         print(f"\nFAILED: {error}")
         code = 1

@@ -77,9 +77,14 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
 
 
-def answers_table(prompts: Sequence[Sequence[int]], ours: Answers, theirs: Answers) -> str:
-    """Each request's tokens beside the one-rank server's, with a verdict for each."""
-    rows = [["request", "prompt", "new", "through moe_nvlink", "one rank", "verdict"]]
+def answers_table(
+    prompts: Sequence[Sequence[int]],
+    ours: Answers,
+    theirs: Answers,
+    names: tuple[str, str] = ("through moe_nvlink", "one rank"),
+) -> str:
+    """Each request's tokens from two servers side by side, with a verdict for each."""
+    rows = [["request", "prompt", "new", *names, "verdict"]]
     pairs = zip(prompts, ours.token_ids, theirs.token_ids, strict=True)
     for number, (prompt, mine, other) in enumerate(pairs, start=1):
         at = first_difference(mine, other)

@@ -152,6 +152,11 @@ class Server(ABC):
         return processes_of_session(self._session)
 
     @property
+    def url(self) -> str:
+        """Where it serves."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
     def uptime_s(self) -> float:
         """Seconds since the process was started."""
         return time.monotonic() - self._started
@@ -208,6 +213,13 @@ class Server(ABC):
             # No waiting: a Ctrl-C must not hang on requests that a stuck server never answers.
             pool.shutdown(wait=False, cancel_futures=True)
 
+    def get(self, path: str) -> Any:
+        """The JSON that the server has there; raises ServerError."""
+        try:
+            return self._checked(*self._request("GET", path, None, 10.0))
+        except OSError as error:
+            raise self._error(f"gave no answer within 10 s ({error})") from error
+
     def stop(self) -> None:
         """End every process of the server and remove the shared memory they leave; idempotent.
 
@@ -262,6 +274,9 @@ class Server(ABC):
         except OSError as error:
             self._check_alive("while it was answering")
             raise self._error(f"gave no answer within {timeout_s:.0f} s ({error})") from error
+        return self._checked(status, text)
+
+    def _checked(self, status: int, text: str) -> Any:
         if status != http.client.OK:
             raise self._error(f"answered HTTP {status}: {text[:500]}")
         return json.loads(text)

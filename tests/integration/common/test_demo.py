@@ -19,6 +19,8 @@ import torch
 from safetensors.torch import load_file
 
 from moe_nvlink_plugin.integration.demo import (
+    client,
+    death,
     demo,
     formats,
     processes,
@@ -74,22 +76,22 @@ def test_checkpoint_of_an_unknown_architecture(tmp_path: Path) -> None:
 
 
 def test_requests_are_ragged_and_repeat() -> None:
-    one = demo.make_requests(8, 512)
-    assert one == demo.make_requests(8, 512)
+    one = client.make_requests(8, 512)
+    assert one == client.make_requests(8, 512)
     assert len({len(prompt) for prompt in one.prompts}) > 3
     assert len(set(one.max_tokens)) > 3
 
 
 def test_verdict_is_good_when_all_is_equal_and_counted() -> None:
     assert failures() == []
-    assert demo.conclude([], Path()) == 0
+    assert demo.conclude([], Path(), "all is equal.") == 0
 
 
 def test_verdict_names_a_wrong_token() -> None:
     wrong = ANSWERS._replace(token_ids=[[10, 11, 99, 13], [20, 21]])
     (text,) = failures(wrong)
     assert "1 of 2 answers differ" in text
-    assert demo.conclude([text], Path()) == 1
+    assert demo.conclude([text], Path(), "") == 1
     table = report.answers_table(PROMPTS, wrong, ANSWERS)
     assert "DIFFERENT from token 3" in table
     assert "99" in table
@@ -148,7 +150,87 @@ def test_stats_are_waited_for_until_they_are_quiet(tmp_path: Path) -> None:
     ],
 )
 def test_log_lines_are_shown_without_prefix(line: str, message: str) -> None:
-    assert demo._message(line) == message
+    assert client.message(line) == message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--kill --framework sglang", "--kill needs --framework vllm, not sglang"),
+        ("--kill --framework vllm33", "--kill needs --framework vllm, not vllm33"),
+        ("--replicas", "--replicas needs --kill"),
+    ],
+)
+def test_options_that_make_no_sense_together(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        demo.main(arguments.split())
+    assert said in capsys.readouterr().err
+
+
+OF_SURVIVORS: dict[str, object] = {"status": "healthy", "dead_ranks": [2], "lost_experts": []}
+OTHERS = ANSWERS._replace(token_ids=[[10, 11, 99, 13], [20, 21]])
+
+
+@pytest.mark.parametrize(
+    ("after", "status", "told"),
+    [
+        ([ANSWERS, ANSWERS], {}, []),
+        ([ANSWERS, OTHERS], {}, ["After the death the survivors gave different tokens"]),
+        ([OTHERS, OTHERS], {}, ["The tokens after the death are not those before it"]),
+        ([ANSWERS, ANSWERS], {"lost_experts": ["3"]}, ["Rank 1 has lost experts"]),
+        ([ANSWERS, ANSWERS], {"dead_ranks": []}, ["Rank 1 does not go on without rank 2"]),
+    ],
+)
+def test_verdict_of_a_death(
+    after: list[report.Answers], status: dict[str, object], told: list[str]
+) -> None:
+    statuses = [OF_SURVIVORS, {**OF_SURVIVORS, **status}]
+    found = death.failures([ANSWERS] * 3, after, statuses, replicas=True)
+    assert len(found) == len(told)
+    assert all(one.startswith(text) for one, text in zip(found, told, strict=True))
+
+
+def test_verdict_of_a_death_without_replicas() -> None:
+    """Lost experts change tokens, but not from one survivor to the other."""
+    statuses = [{**OF_SURVIVORS, "lost_experts": ["11-15"]}] * 2
+    assert death.failures([ANSWERS] * 3, [OTHERS, OTHERS], statuses, replicas=False) == []
+    assert death.failures([ANSWERS, OTHERS], [OTHERS, OTHERS], statuses, replicas=False) == [
+        "Before the death the ranks gave different tokens."
+    ]
+
+
+def test_a_watcher_that_ends_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        death.Watcher(["no-url"]) as watcher,
+        pytest.raises(server.ServerError, match="watch has ended"),
+    ):
+        watcher.wait_until_it_watches()
+    assert "'no-url' is no URL of a server" in capsys.readouterr().out
+
+
+class Flaky:
+    """A server that cuts the first requests off after its rank's death."""
+
+    name = "flaky"
+
+    def __init__(self) -> None:
+        self.cuts = 3
+
+    def complete(self, *_: object, **__: object) -> None:
+        if self.cuts:
+            self.cuts -= 1
+            raise server.ServerError("answered 0 tokens instead of 1")
+
+
+def test_a_client_waits_for_the_first_token() -> None:
+    asking = death.Client(Flaky(), [1])  # type: ignore[arg-type]
+    since = time.monotonic()
+    assert since <= asking.first_token(since) <= time.monotonic()
+    asking.end()
+    asking.join()
+    assert asking.cut == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -172,9 +254,9 @@ def test_the_demo_outlives_a_hangup_under_nohup(monkeypatch: pytest.MonkeyPatch)
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
     hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
-    def run(*_arguments: object) -> int:
+    def run(*_arguments: object) -> list[str]:
         signal.raise_signal(signal.SIGHUP)
-        return 0
+        return []
 
     monkeypatch.setattr(demo, "run", run)
     try:

@@ -2,7 +2,7 @@
 
     python -m tests.integration.servers.fast_demo FORKED SOCKET SOCKET SESSIONS <demo's arguments>
 
-FORKED: "both" servers, or the "one-rank" server alone, while vLLM starts ours in its own way.
+FORKED: "all" servers, or the "one-rank" server alone, while vLLM starts ours in its own way.
 SOCKET: the numbers of both templates' sockets, inherited. SESSIONS: the file to which each forked
 server's session is appended; such a server is a child of its template, not of this process.
 """
@@ -25,7 +25,7 @@ from tests.integration.servers.servers import ForkedServer, Template, Templates
 def main(which: str, with_ours: str, without: str, sessions: str, *arguments: str) -> int:
     class NotedServer(ForkedServer):
         def _start(self, variables: Mapping[str, str], log: IO[bytes]) -> ServerProcess:
-            if which not in ("both", self.name):
+            if which not in ("all", self.name):
                 return VllmServer._start(self, variables, log)
             forked = super()._start(variables, log)
             with Path(sessions).open("a") as file:

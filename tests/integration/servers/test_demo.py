@@ -32,15 +32,16 @@ class RunningDemo:
 
     Args:
         forked: Its servers that are forks of templates, see fast_demo.py.
+        num_forked: How many these are.
     """
 
-    def __init__(self, folder: Path, *arguments: str, forked: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, forked: str, num_forked: int) -> None:
         self.output = folder / "output.txt"
         self.log = folder / "demo" / "moe_nvlink.log"
         self.sessions: set[int] = set()
         self.shared_memory: set[Path] = set()
         self._told_sessions = folder / "sessions"
-        self._num_forked = 2 if forked == "both" else 1
+        self._num_forked = num_forked
         sockets = [template.control.fileno() for template in templates()]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
@@ -87,6 +88,12 @@ class RunningDemo:
             assert time.monotonic() < deadline, f"{stage!r} not reached:\n{self.text()}"
             time.sleep(LOOK_S)
 
+    def wait_for_success(self) -> None:
+        while self.process.poll() is None:
+            self.look()
+            time.sleep(LOOK_S)
+        assert self.process.returncode == 0, self.text()
+
     def _reached(self, stage: str) -> bool:
         self.look()
         if stage == WORKERS_LOAD:
@@ -117,8 +124,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., RunningDemo]]:
     """Starts a demo; at the end nothing of it is left, whatever it did."""
     started: list[RunningDemo] = []
 
-    def start_one(*arguments: str, forked: str = "both") -> RunningDemo:
-        started.append(RunningDemo(tmp_path, *arguments, forked=forked))
+    def start_one(*arguments: str, forked: str = "all", num_forked: int = 2) -> RunningDemo:
+        demo = RunningDemo(tmp_path, *arguments, forked=forked, num_forked=num_forked)
+        started.append(demo)
         return started[-1]
 
     yield start_one
@@ -135,14 +143,28 @@ def test_demo_succeeds_and_leaves_nothing(start: Callable[..., RunningDemo]) -> 
 
     The one-rank server has nothing of ours in it.
     """
-    demo = start(forked="one-rank")
+    demo = start(forked="one-rank", num_forked=1)
     demo.wait_for(SERVING)
-    while demo.process.poll() is None:
-        demo.look()
-        time.sleep(LOOK_S)
-    assert demo.process.returncode == 0, demo.text()
+    demo.wait_for_success()
     assert "every answer equals the one-rank server's" in demo.text()
     assert "4,032    28.1%" in demo.text()  # of nvfp4
+    demo.assert_nothing_stays(within_s=1.0)
+
+
+@pytest.mark.long
+def test_survivors_of_a_killed_rank_serve_on(
+    start: Callable[..., RunningDemo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody but `moe-nvlink watch --act` tells them to; the dead rank leaves nothing either."""
+    # The demo's 2 seconds are few for ranks that share busy cores.
+    monkeypatch.setenv("MOE_NVLINK_TIMEOUT_S", "10")
+    demo = start("--kill", "--replicas", num_forked=3)
+    demo.wait_for("the rank 2 server is ready")
+    demo.wait_for_success()
+    told = demo.text()
+    assert 'posts {"instruction": "retry", "params": {"dead_ranks": [2]}} to rank(s) 0, 1' in told
+    assert "after the kill (MOE_NVLINK_TIMEOUT_S=10)" in told
+    assert "OK: the survivors answer again, with the tokens of before the death." in told
     demo.assert_nothing_stays(within_s=1.0)
 
 
