@@ -268,9 +268,9 @@ def test_a_renewal_waits_for_what_a_dropped_layer_has_started(
         del dropped
         assert refused(lambda: find(handle))
         kept.renew(group, PLACES)
+        assert running == [[], []]
         with kept:
             return cases.run_round(kept, inputs)
 
     seen = run_ranks(2, body)
-    assert running == [[], []]
     check_round(*at_stage(case, 0, 0, PLACES), dict(enumerate(seen)))
