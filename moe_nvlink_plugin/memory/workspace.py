@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from moe_nvlink_plugin import frameworks
 from moe_nvlink_plugin.config import MAX_CHANNELS
 from moe_nvlink_plugin.errors import (
     ExchangeStateError,
@@ -352,6 +353,7 @@ class Workspace(Generic[E]):
             tell(self.group, "release", values, None)
             self._begin_without_memory(
                 "release() has given it back; call renew() on all ranks of the group"
+                + frameworks.advice(frameworks.RESTORE)
             )
             all_or_none(self.group, "unmapping the memory", self.memory.release)
 

@@ -94,6 +94,27 @@ class TellsOurExchange(_Base):
         if manager is not None and (tags is None or "weights" in tags):
             manager.pool.restore()
 
+    @overrides
+    def checkpoint_prepare(self) -> None:
+        """Do as vLLM does, which asks for an accelerator: on CPU ranks, tell our manager alone."""
+        if (manager := _manager_of_cpu_ranks()) is None:
+            super().checkpoint_prepare()
+        else:
+            manager.checkpoint_prepare()
+
+    @overrides
+    def checkpoint_restore(self) -> None:
+        """As `checkpoint_prepare`."""
+        if (manager := _manager_of_cpu_ranks()) is None:
+            super().checkpoint_restore()
+        else:
+            manager.checkpoint_restore()
+
+
+def _manager_of_cpu_ranks() -> Any:
+    found = _manager()
+    return found if found is not None and found.pool.device.type == "cpu" else None
+
 
 def _manager() -> Any:
     """Return our manager; None if the ranks have fallen back to vLLM's. Local."""
