@@ -1,5 +1,7 @@
 """vLLM's worker, extended: it tells our exchange of the end of start-up, dummy batches, and waking.
 
+On CPU ranks it also tells of checkpoints, for which vLLM's own worker needs an accelerator.
+
 Between its first rounds and its first request, a worker compiles, tunes and captures CUDA graphs.
 That takes minutes, and differs from rank to rank. Until it is over, ranks wait longer for one
 another (MOE_NVLINK_FIRST_TIMEOUT_S).
