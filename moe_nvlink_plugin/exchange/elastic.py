@@ -87,6 +87,7 @@ def release(layer: LayerExchange) -> None:
                 "release() between a dispatch and its combine; call combine first, and wait() for "
                 "a verb that runs beside its caller"
             )
+        workspace.executor.synchronize_device()
 
     numbers = str([one.number for one in layers])
     workspace.give_back({"workspace": workspace.name, "layers": numbers}, stop)

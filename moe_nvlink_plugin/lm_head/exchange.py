@@ -148,7 +148,12 @@ class HeadExchange:
     def release(self) -> None:
         """Give the memory back, as HeadGroup.release documents it."""
         find(self.handle)
-        self.workspace.give_back(self._told(), self.synchronize)
+
+        def stop() -> None:
+            self.synchronize()
+            self.workspace.executor.synchronize_device()
+
+        self.workspace.give_back(self._told(), stop)
 
     def renew(self, group: Group, check: Callable[[], None]) -> None:
         """Map memory anew, as HeadGroup.renew documents it; `check` checks the group."""

@@ -321,7 +321,7 @@ class Workspace(Generic[E]):
 
         Args:
             values: name -> value, equal on all ranks; what each of them releases.
-            stop: checks that no round is open, and ends what runs. Local; under all locks.
+            stop: checks that no round is open, and waits for the device. Local; under all locks.
 
         Raises:
             MoeNvlinkError: a rank failed. Nothing has changed, or no rank can run a verb.
@@ -346,7 +346,6 @@ class Workspace(Generic[E]):
                     self.check_no_capture("release()")
                     self.check_usable()
                     stop()
-                    self.executor.synchronize_device()
                     self.keep_totals()
 
             all_or_none(self.group, "preparing the release", prepare)
