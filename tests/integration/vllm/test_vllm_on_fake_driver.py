@@ -200,6 +200,9 @@ def _graphs_body(group: Any) -> dict[str, Any]:
         if number == RELEASED_BEFORE:
             step.layer.exchange.release()
             step.layer.exchange.renew(group, range(group.size))
+            workspace = step.layer.exchange._layer.workspace
+            for offset, size_bytes in workspace.extents:
+                workspace.memory.local(offset, size_bytes)  # lets torch's CPU kernels touch it
         step.layer.exchange.combine_input().fill_(values[group.rank])
         group.all_gather_object(None)
         control.replay()
