@@ -40,6 +40,7 @@ def moe_nvlink_frameworks() -> list[Framework]:
                 frameworks.GPU_MEMORY: "lower --gpu-memory-utilization",
                 frameworks.ANOTHER_BACKEND: "--all2all-backend allgather_reducescatter",
                 frameworks.FAULT_TOLERANCE: "--enable-fault-tolerance",
+                frameworks.RESTORE: "checkpoint_restore on all ranks",
                 frameworks.BINDS_RANKS: "",
                 frameworks.METRICS: "",
             },

@@ -29,6 +29,8 @@ FOLDER = f"{__package__}.integration"
 #: exchange without us; how its servers take `retry` from `watch`.
 CAPACITY, GPU_MEMORY, ANOTHER_BACKEND = "capacity", "GPU memory", "another backend"
 FAULT_TOLERANCE = "fault tolerance"
+#: What its users call for `renew` after a release.
+RESTORE = "restore"
 #: Keys without a text: it binds a rank to one NUMA node; its servers have metrics for `top`.
 BINDS_RANKS, METRICS = "binds ranks", "metrics"
 

@@ -250,3 +250,24 @@ def refuse_differences(
         raise DisagreementError(
             "the ranks were given different configurations; " + "; ".join(differences)
         )
+
+
+def tell(group: Group, called: str, values: dict[str, str], more: Any) -> list[Any]:
+    """Return what every rank has told beside equal values. Collective.
+
+    Args:
+        group: the ranks.
+        called: what this rank's caller has called; equal on all ranks.
+        values: name -> value, equal on all ranks.
+        more: what the others get to know of this rank.
+
+    Raises:
+        DisagreementError: the ranks have called different functions, or their values differ.
+    """
+    everyones = group.all_gather_object((called, values, more))
+    members = members_of(group)
+    refuse_differences([{"the call": str(theirs[0])} for theirs in everyones], members)
+    counts = [{"number of values": str(len(theirs[1]))} for theirs in everyones]
+    refuse_differences(counts, members)
+    refuse_differences([theirs[1] for theirs in everyones], members)
+    return [theirs[2] for theirs in everyones]

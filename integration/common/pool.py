@@ -223,6 +223,16 @@ class ExchangePool:
         for exchange in self.exchanges[:1]:  # one is enough: they share the workspace
             exchange.mask(*ranks)
 
+    def release_memory(self) -> None:
+        """Give back the memory of all exchanges. Collective; raises as `MoeAllToAll.release`."""
+        for exchange in self.exchanges[:1]:  # one is enough: they share the workspace
+            exchange.release()
+
+    def renew_memory(self) -> None:
+        """Map zeroed memory at the same addresses. Collective; raises as `MoeAllToAll.renew`."""
+        for exchange in self.exchanges[:1]:
+            exchange.renew(self.ranks.group, range(self.ranks.size))
+
     def close(self) -> None:
         """Write the last counters and release the workspace. Local; idempotent."""
         if self._watch is not None:

@@ -38,6 +38,8 @@ class SlowRank:
             now: seconds on a clock that is never set back.
         """
         before, since = self._before, self._since
+        if before is not None and not any(map(any, waits)):
+            return  # the memory with the totals has been given back; they come again with it
         self._before, self._since = waits, now
         if before is None:
             return

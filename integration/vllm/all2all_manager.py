@@ -32,6 +32,14 @@ class Part(Protocol):
         """Return sections of the counters' file. Local."""
         ...
 
+    def release_memory(self) -> None:
+        """Give back what memory is shared, until `renew_memory`. Collective."""
+        ...
+
+    def renew_memory(self) -> None:
+        """Map zeroed memory at the same addresses. Collective."""
+        ...
+
     def close(self) -> None:
         """Release what is shared. Local; idempotent."""
         ...
@@ -158,21 +166,28 @@ class MoeNvlinkAll2AllManager(All2AllManagerBase, OurManager):
         """Raise UnsupportedError: only our prepare/finalize calls our combine."""
         raise self._not_modular()
 
-    # vLLM's own manager skips these two silently.
+    # vLLM's communicators of CUDA ranks call these two, and our worker of CPU ranks.
 
     @overrides
     def checkpoint_prepare(self) -> None:
-        """Raise UnsupportedError: we cannot give back memory that other ranks have mapped."""
-        raise UnsupportedError(
-            f"--all2all-backend {BACKEND}: the workspace is memory that other ranks have mapped, "
-            "and cannot be given back and mapped again for a checkpoint of the process. Start a "
-            "new server instead, or use another backend."
-        )
+        """Give all shared memory back; its addresses stay. Collective, between two steps.
+
+        Until `checkpoint_restore` no rank can run a step. Raises as `MoeAllToAll.release` and
+        `HeadGroup.release`; after an error all ranks call it again, or checkpoint_restore.
+        """
+        self.pool.release_memory()
+        for one in self._parts:
+            one.release_memory()
 
     @overrides
     def checkpoint_restore(self) -> None:
-        """Raise UnsupportedError as `checkpoint_prepare`."""
-        self.checkpoint_prepare()
+        """Map zeroed memory at the same addresses. Collective, between two steps.
+
+        Raises as `MoeAllToAll.renew` and `HeadGroup.renew`; after an error all ranks call it again.
+        """
+        self.pool.renew_memory()
+        for one in self._parts:
+            one.renew_memory()
 
     @staticmethod
     def _not_modular() -> UnsupportedError:

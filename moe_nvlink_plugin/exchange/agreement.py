@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from moe_nvlink_plugin import plugins
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError, ExchangeStateError
-from moe_nvlink_plugin.groups import Group, Placed, members_of, refuse_differences
+from moe_nvlink_plugin.groups import Group, Placed, members_of, tell
 from moe_nvlink_plugin.launch.base import Executor
 from moe_nvlink_plugin.launch.executors import executor_for, with_index
 from moe_nvlink_plugin.memory.workspace import Workspace
@@ -47,27 +47,6 @@ def place(config: AllToAllConfig, ranks: Group) -> Group:
             "places, in their order"
         )
     return Placed(ranks, config.places, config.ep_size)
-
-
-def tell(group: Group, called: str, values: dict[str, str], more: Any) -> list[Any]:
-    """Return what every rank has told beside equal values. Collective.
-
-    Args:
-        group: the ranks.
-        called: what this rank's caller has called; equal on all ranks.
-        values: name -> value, equal on all ranks.
-        more: what the others get to know of this rank.
-
-    Raises:
-        DisagreementError: the ranks have called different functions, or their values differ.
-    """
-    everyones = group.all_gather_object((called, values, more))
-    members = members_of(group)
-    refuse_differences([{"the call": str(theirs[0])} for theirs in everyones], members)
-    counts = [{"number of values": str(len(theirs[1]))} for theirs in everyones]
-    refuse_differences(counts, members)
-    refuse_differences([theirs[1] for theirs in everyones], members)
-    return [theirs[2] for theirs in everyones]
 
 
 def shared_values(config: AllToAllConfig) -> dict[str, str]:

@@ -343,9 +343,11 @@ class MoeAllToAll:
         Raises:
             InputError: combine does not reduce `dtype`, there is no room for such rows, or metadata
                 belongs to another exchange.
+            ExchangeStateError: the exchange is closed, or its memory released.
         """
         config, layer = self.config, self._layer
         layer.check_open()
+        layer.workspace.check_mapped()
         dtype = dtype or config.dtype
         if dtype not in layer.format.combine_dtypes:
             reduced = ", ".join(map(str, layer.format.combine_dtypes))
@@ -501,6 +503,10 @@ class MoeAllToAll:
         graph must be captured again: its replay fails at once, and the next verb raises
         PeerError, which names the rank that is left out.
 
+        A rank that is left out although it lives must be ended. Most often its next verb raises
+        ExchangeTimeoutError. But a combine whose dispatch had ended before waits for nobody more:
+        it reads rows that may be those of the others' next rounds, and raises nothing.
+
         Raises:
             InputError: a rank is not one of the group, or it is this rank. Nothing has changed.
             ExchangeStateError: the exchange is closed, or unusable for another reason.
@@ -553,6 +559,27 @@ class MoeAllToAll:
                 cannot be used before another `renew`, maybe without that rank, has ended.
         """
         elastic.renew(self._layer, group, places)
+
+    def release(self) -> None:
+        """Give the memory back until `renew`. Collective over all ranks that take part.
+
+        Not capturable. Ranks call it between two rounds, on one of their layers, for all layers on
+        the workspace. It waits for the device. Afterwards no memory is shared, mapped or allocated;
+        layers, kernels, counters and addresses stay, so `renew(group, places)` with the same ranks
+        goes on where this stopped, and CUDA graphs stay valid. Until then verbs raise
+        ExchangeStateError; on a GPU nobody touches tensors that dispatch and combine_input have
+        returned, or replays a graph. A second call changes nothing.
+
+        Raises:
+            ExchangeStateError: a dispatch has not been combined, the exchange is unusable or
+                closed, the stream captures a CUDA graph, or `mask` has left out a rank. Raised as
+                PeerError on the others. Nothing has changed.
+            UnsupportedError: the memory of a third-party transport cannot be released.
+            DisagreementError: another rank calls something else.
+            TransportError, DriverError, PeerError: a rank could not unmap the memory, or did not
+                come; call `release` again, or `renew`.
+        """
+        elastic.release(self._layer)
 
     @classmethod
     def join(

@@ -193,7 +193,11 @@ class Channel:
         # On CPU ranks the thread keeps what the kernel touches, also if the layer is dropped.
         run = functools.partial(self._run, launch, args, touched)
         join = self._workspace.executor.beside(self.index, run)
-        self.running = Running(verb, join, touched)
+        self.set_running(Running(verb, join, touched))
+
+    def set_running(self, running: Running | None) -> None:
+        """Record what runs beside its caller, here and for the workspace."""
+        self.running = self._workspace.running[self.index] = running
 
     def _run(self, launch: Callable[[Any], None], args: Any, _touched: tuple[Any, ...]) -> None:
         launch(args)

@@ -21,14 +21,14 @@ from moe_nvlink_plugin.errors import (
     InputError,
     UnsupportedError,
 )
-from moe_nvlink_plugin.groups import Group, all_or_none, as_group, members_of
+from moe_nvlink_plugin.groups import Group, all_or_none, as_group, members_of, tell
 from moe_nvlink_plugin.launch.base import Executor
 from moe_nvlink_plugin.memory.layout import Extents, WorkspaceLayout
 from moe_nvlink_plugin.memory.startup import Timeouts
 from moe_nvlink_plugin.memory.workspace import Workspace
 
 from . import agreement, rank_masks
-from .layer import LayerExchange, layers_on
+from .layer import LayerExchange, end_verbs, layers_on
 
 _CALL = "renew or join"
 #: Fields that a newcomer takes from the others, or that the call names.
@@ -71,6 +71,26 @@ def renew(layer: LayerExchange, group: Any, places: Sequence[int]) -> None:
         workspace.renew(placed, known.extents)
         all_or_none(placed, "loading the kernels", lambda: None)
         _begin(workspace)
+
+
+def release(layer: LayerExchange) -> None:
+    """Give the memory back until the next renewal, as MoeAllToAll.release documents it."""
+    layer.check_open()
+    workspace = layer.workspace
+    layers = layers_on(workspace)
+
+    def stop() -> None:
+        for one in layers:
+            one.synchronize()  # on a GPU a verb may have failed after its call
+        if bool(workspace.pending.any()):
+            raise ExchangeStateError(
+                "release() between a dispatch and its combine; call combine first, and wait() for "
+                "a verb that runs beside its caller"
+            )
+        workspace.executor.synchronize_device()
+
+    numbers = str([one.number for one in layers])
+    workspace.give_back({"workspace": workspace.name, "layers": numbers}, stop)
 
 
 def _known(layers: Sequence[LayerExchange]) -> _Known:
@@ -139,10 +159,7 @@ def _stop(
     workspace, config = layers[0].workspace, layers[0].config
     if workspace.is_parents:
         workspace.check_usable()
-    if workspace.executor.is_capturing():
-        raise ExchangeStateError(
-            "renew() while the stream captures a CUDA graph; end the capture first"
-        )
+    workspace.check_no_capture("renew()")
     checked = check_places("places", places, config.ep_size, config.ep_rank)
     if not workspace.is_elastic and len(checked) < config.ep_size:
         raise ExchangeStateError(
@@ -157,8 +174,7 @@ def _stop(
     placed = agreement.place(dataclasses.replace(config, places=checked), ranks)
     for channel in range(workspace.layout.num_channels):
         locks.enter_context(workspace.channel_lock(channel))
-    for layer in layers:
-        layer.end_verbs()
+    end_verbs(workspace)
     workspace.executor.synchronize_device()
     workspace.keep_totals()
     return placed
@@ -181,7 +197,7 @@ def _agree(
     }
     values["places"] = str(list(members_of(placed)))
     values["places in the configuration"] = "given" if is_elastic else "none"
-    told = agreement.tell(placed, _CALL, values, known)
+    told = tell(placed, _CALL, values, known)
     those = [theirs for theirs in told if theirs is not None]
     if not those:
         raise InputError(

@@ -7,6 +7,7 @@ graph can carry an integer but no object.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
@@ -126,14 +127,9 @@ class LayerExchange:
     def end_verbs(self) -> None:
         """Wait for what runs beside its callers; nobody wants the results. Under the locks."""
         for channel in self._channels:
-            # A parent's threads are not in this process.
-            if channel.running is not None and not self.workspace.is_parents:
-                try:
-                    with contextlib.suppress(Exception):
-                        channel.running.join()
-                except Interrupted as stop:  # the launch still runs, so nothing may be freed
-                    raise stop.error from None
-            channel.running = None
+            if channel.running is not None:
+                _end(channel.running, self.workspace)
+                channel.set_running(None)
 
     def channel(self, index: int) -> Channel:
         """Return the layer's Channel with this number. Local.
@@ -390,10 +386,10 @@ class LayerExchange:
                 running.join()
             except BaseException as error:
                 if isinstance(error, Exception):  # else the launch still runs, but not for long
-                    channel.running = None
+                    channel.set_running(None)
                 self._interrupted(f"{running.verb}_async", error)
                 raise
-            channel.running = None
+            channel.set_running(None)
             if self.workspace.broken is not None:  # a signal has ended it, and its fault says less
                 self.workspace.check_usable()
             self._raise_fault(channel)
@@ -440,18 +436,16 @@ class LayerExchange:
         find(self.handle)
         layers = layers_on(self.workspace)
         everyones = [[channel.regions for channel in layer._channels] for layer in layers]
-
-        def end_verbs() -> None:
-            for layer in layers:
-                layer.end_verbs()
-
         limit_ns = self.workspace.startup.timeout_ns(Timeouts.of(self.config))
-        body(self.workspace, ranks, everyones, self._meeting, 2 * limit_ns / 1e9, end_verbs)
+        end = functools.partial(end_verbs, self.workspace)
+        body(self.workspace, ranks, everyones, self._meeting, 2 * limit_ns / 1e9, end)
 
     def failure(self) -> MoeNvlinkError | None:
         """Return the error of a verb that failed, or None. Local; waits for nothing; any thread."""
-        if self.workspace.broken is not None:
-            return self.workspace.broken
+        if not self.workspace.is_mapped:  # released, or being renewed: no verb runs
+            return None
+        if (broken := self.workspace.broken) is not None:
+            return broken
         faults = (channel.fault(ask_device=False) for channel in list(self._channels))
         return next((fault for fault in faults if fault is not None), None)
 
@@ -480,3 +474,26 @@ def layers_on(workspace: Workspace[Executor]) -> list[LayerExchange]:
     """Return the open layers on a workspace, in the order of their creation. Local."""
     layers = [layer for layer in list(_live.values()) if layer.workspace is workspace]
     return sorted(layers, key=lambda layer: layer.number)
+
+
+def end_verbs(workspace: Workspace[Executor]) -> None:
+    """Wait for what runs beside its callers on a workspace. Local; under the locks of its channels.
+
+    What dropped layers have left behind too: it would write into memory of the next round.
+    """
+    for layer in layers_on(workspace):
+        layer.end_verbs()
+    for channel, running in enumerate(workspace.running):
+        if running is not None:
+            _end(running, workspace)
+            workspace.running[channel] = None
+
+
+def _end(running: Running, workspace: Workspace[Executor]) -> None:
+    if workspace.is_parents:  # a parent's threads are not in this process
+        return
+    try:
+        with contextlib.suppress(Exception):
+            running.join()
+    except Interrupted as stop:  # the launch still runs, so nothing may be freed
+        raise stop.error from None

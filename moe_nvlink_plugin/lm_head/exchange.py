@@ -6,13 +6,21 @@ not know how many rows are filled, so torch gets all slots.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from moe_nvlink_plugin.errors import ExchangeStateError, InputError, MoeNvlinkError
+from moe_nvlink_plugin.errors import (
+    ExchangeStateError,
+    InputError,
+    MoeNvlinkError,
+    UnsupportedError,
+)
+from moe_nvlink_plugin.groups import Group, all_or_none, tell
 from moe_nvlink_plugin.launch.base import Executor, Interrupted, Launch
 from moe_nvlink_plugin.memory.faults import Faults
 from moe_nvlink_plugin.memory.startup import Timeouts
@@ -136,6 +144,43 @@ class HeadExchange:
             self._rows = self._counts = torch.empty(0)
             self._logits = None
             self.workspace.release()
+
+    def release(self) -> None:
+        """Give the memory back, as HeadGroup.release documents it."""
+        find(self.handle)
+
+        def stop() -> None:
+            self.synchronize()
+            self.workspace.executor.synchronize_device()
+
+        self.workspace.give_back(self._told(), stop)
+
+    def renew(self, group: Group, check: Callable[[], None]) -> None:
+        """Map memory anew, as HeadGroup.renew documents it; `check` checks the group."""
+        find(self.handle)
+        workspace = self.workspace
+
+        def stop() -> None:
+            check()
+            workspace.check_no_capture("renew()")
+            if not hasattr(workspace.memory, "renew"):
+                raise UnsupportedError(
+                    f"memory of {type(workspace.memory).__name__} cannot be renewed; use the "
+                    "transport host or nvlink, or create the group anew"
+                )
+            locks.enter_context(workspace.channel_lock(0))
+            workspace.executor.synchronize_device()
+            workspace.keep_totals()
+
+        with contextlib.ExitStack() as locks:
+            all_or_none(group, "preparing the renewal", stop)
+            tell(group, "renew a head", self._told(), None)
+            workspace.renew(group, workspace.extents)
+            workspace.recover(with_newcomers=True)
+
+    def _told(self) -> dict[str, str]:
+        names = ("vocab_size", "hidden_size", "max_rows_per_rank", "dtype")
+        return {name: str(getattr(self.config, name)) for name in names}
 
     def check_device(
         self, hidden: torch.Tensor, head_weight: torch.Tensor, bias: torch.Tensor | None
@@ -265,6 +310,8 @@ class HeadExchange:
 
     def failure(self) -> MoeNvlinkError | None:
         """Return the error of a verb that failed, or None. Local; waits for nothing; any thread."""
+        if not self.workspace.is_mapped:  # released, or being renewed: no verb runs
+            return None
         return self.workspace.broken or self._faults.error(self._disagreement, ask_device=False)
 
     def _disagreement(self, peer: int, phase: str, epoch: int) -> str:

@@ -140,6 +140,38 @@ class HeadGroup:
             bytes_returned_remote=totals.bytes_combined_remote,
         )
 
+    def release(self) -> None:
+        """Give the memory back until `renew`. Collective; not capturable.
+
+        Ranks call it between two calls of the verbs. It waits for the device. Until `renew` the
+        verbs raise ExchangeStateError, and on a GPU nobody replays a graph. Addresses and counters
+        stay. A second call changes nothing.
+
+        Raises:
+            ExchangeStateError: the group is closed, or unusable, or the stream captures a graph.
+                Raised as PeerError on the others. Nothing has changed.
+            UnsupportedError: the memory of a third-party transport cannot be released.
+            DisagreementError: another rank calls something else.
+            TransportError, DriverError, PeerError: a rank could not unmap the memory, or did not
+                come; call `release` again, or `renew`.
+        """
+        self._head.release()
+
+    def renew(self, group: Any) -> None:
+        """Map zeroed memory anew, at the same addresses. Collective over `group`; not capturable.
+
+        Args:
+            group: as for `create`, of the same ranks.
+
+        Raises:
+            ConfigError: it has other ranks. Raised as PeerError on the others.
+            ExchangeStateError, UnsupportedError, DisagreementError: as `release`.
+            TransportError, PeerError: a rank could not get memory, or did not come; call `renew`
+                again on all ranks.
+        """
+        ranks = as_group(group, Timeouts.of(self.config).first)
+        self._head.renew(ranks, lambda: _check_ranks(self.config, ranks))
+
     @property
     def workspace_bytes(self) -> int:
         """Bytes of this rank's symmetric memory."""
@@ -284,11 +316,15 @@ def _called(op: Any, arguments: tuple[Any, ...]) -> torch.Tensor:
 
 def _prepare(config: HeadConfig, group: Group, device: torch.device) -> Workspace[Executor]:
     """All that can fail on this rank alone."""
+    _check_ranks(config, group)
+    device = with_index(device)
+    transport = find_transport(config.transport, device)
+    return Workspace(group, transport, executor_for(transport.executor, device), device)
+
+
+def _check_ranks(config: HeadConfig, group: Group) -> None:
     if (group.size, group.rank) != (config.tp_size, config.tp_rank):
         raise ConfigError(
             f"the group has {group.size} ranks and this is rank {group.rank}, but tp_size="
             f"{config.tp_size} and tp_rank={config.tp_rank}; pass the group that shares the head"
         )
-    device = with_index(device)
-    transport = find_transport(config.transport, device)
-    return Workspace(group, transport, executor_for(transport.executor, device), device)

@@ -14,9 +14,15 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from moe_nvlink_plugin import frameworks
 from moe_nvlink_plugin.config import MAX_CHANNELS
-from moe_nvlink_plugin.errors import ExchangeStateError, MoeNvlinkError, PeerError
-from moe_nvlink_plugin.groups import Group, Left, all_or_none, members_of
+from moe_nvlink_plugin.errors import (
+    ExchangeStateError,
+    MoeNvlinkError,
+    PeerError,
+    UnsupportedError,
+)
+from moe_nvlink_plugin.groups import Group, Left, all_or_none, members_of, tell
 from moe_nvlink_plugin.transport import Extent, SymmetricMemory, Transport
 
 from .executor import FaultWords, WordReader, WorkspaceExecutor
@@ -118,6 +124,9 @@ class Workspace(Generic[E]):
         with torch.inference_mode(False):
             self.pending = torch.zeros(MAX_CHANNELS, dtype=torch.int64, device="cpu")
         self._locks = [threading.Lock() for _ in range(MAX_CHANNELS)]
+        #: What was last started beside its caller on each channel, until a wait. It is here too,
+        #: because a layer that is dropped without close takes its own along.
+        self.running: list[Any] = [None] * MAX_CHANNELS
         self._transport = transport
         self._layout: WorkspaceLayout | None = None
         self._memory: SymmetricMemory | None = None
@@ -131,7 +140,8 @@ class Workspace(Generic[E]):
         self.layers_so_far = 0
         #: What is mapped, in the order of mapping.
         self.extents: list[Extent] = []
-        #: False after a renewal that has failed: the addresses are there, and no memory.
+        #: False from a release, or the begin of a renewal, to the end of one: the addresses are
+        #: there, and no memory.
         self.is_mapped = True
         #: What a renewal keeps, by channel: region, bytes.
         self._kept: list[list[tuple[Region, torch.Tensor]]] = []
@@ -200,6 +210,7 @@ class Workspace(Generic[E]):
                 f"(workspace {self.name}, rank {self.group.rank}); create the exchange in the "
                 "process that uses it, or start processes with spawn"
             )
+        self.check_mapped()
         if self.broken is not None:
             raise ExchangeStateError(
                 f"the exchange is unusable since: {self.broken}; close all layers, or the head "
@@ -238,8 +249,8 @@ class Workspace(Generic[E]):
 
     def recover(
         self,
-        left_out: tuple[int, ...],
-        active_ranks: torch.Tensor,
+        left_out: tuple[int, ...] = (),
+        active_ranks: torch.Tensor | None = None,
         *,
         with_newcomers: bool = False,
     ) -> None:
@@ -247,20 +258,23 @@ class Workspace(Generic[E]):
 
         Args:
             left_out: places without a rank, and ranks that have died.
-            active_ranks: mask of the others.
+            active_ranks: mask of the others; None: the kernels know no masks.
             with_newcomers: some of these have just come; start-up's limit holds again.
         """
         assert self._faults is not None
-        assert self.active_ranks is not None
         for channel in range(self.layout.num_channels):
             self._faults.clear(channel)
         self.pending.zero_()
         self.startup.begin_anew(with_newcomers=with_newcomers)
         self.left_out = left_out
         self.has_met_in_vain = False
-        self.active_ranks.copy_(active_ranks)  # in place: a CUDA graph may have captured it
+        if active_ranks is not None:
+            assert self.active_ranks is not None
+            self.active_ranks.copy_(active_ranks)  # in place: a CUDA graph may have captured it
         self.executor.synchronize()  # the next verb may come from a thread with another stream
         self.broken = None
+        with self._reading:
+            self.is_mapped = True
 
     def enter(self, group: Group, layout: WorkspaceLayout, extents: Sequence[Extent]) -> None:
         """Get memory that ranks of the group have already, which call `renew`. Collective.
@@ -291,29 +305,84 @@ class Workspace(Generic[E]):
         Raises:
             MoeNvlinkError: a rank failed, and this one has no memory now; it may call again.
         """
-        # Of a kind after which this function may be called again.
-        self.broken = PeerError(
-            "renew() has not come to its end on this rank, whose memory is gone; call renew() "
-            "again, on all ranks of a group"
+        self._begin_without_memory(
+            "renew() has not come to its end; call renew() again on all ranks of a group"
         )
-        with self._reading:
-            self.is_mapped = False
         memory = self.memory
         memory.renew(group)
         self.group = group
         memory.extend(extents)
         all_or_none(group, "initialising the workspace", self._begin_again)
 
-    def check_mapped(self) -> None:
-        """Check that no renewal has failed since the last that ended. Local.
+    def give_back(self, values: dict[str, str], stop: Callable[[], None]) -> None:
+        """Unmap all memory, which `renew` maps anew. Collective over the ranks of the group.
+
+        Ranks whose memory is not there take part too, so after a failure all may call again.
+
+        Args:
+            values: name -> value, equal on all ranks; what each of them releases.
+            stop: checks that no round is open, and waits for the device. Local; under all locks.
 
         Raises:
-            ExchangeStateError: one has; the message says what to do.
+            MoeNvlinkError: a rank failed. Nothing has changed, or no rank can run a verb.
+        """
+        empty = self._empty_places()
+        if gone := [rank for rank in self.left_out if rank not in empty]:
+            raise ExchangeStateError(
+                f"release() without rank(s) {', '.join(map(str, gone))}, which mask() or leave() "
+                "has left out, and all ranks of the group release together; call renew() first"
+            )
+        with contextlib.ExitStack() as locks:
+
+            def prepare() -> None:
+                for channel in range(self.layout.num_channels):
+                    locks.enter_context(self.channel_lock(channel))
+                if not hasattr(self.memory, "release"):
+                    raise UnsupportedError(
+                        f"memory of {type(self.memory).__name__} cannot be released; use the "
+                        "transport host or nvlink, or close all layers"
+                    )
+                if self.is_mapped:
+                    self.check_no_capture("release()")
+                    self.check_usable()
+                    stop()
+                    self.keep_totals()
+
+            all_or_none(self.group, "preparing the release", prepare)
+            tell(self.group, "release", values, None)
+            self._begin_without_memory(
+                "release() has given it back; call renew() on all ranks of the group"
+                + frameworks.advice(frameworks.RESTORE)
+            )
+            all_or_none(self.group, "unmapping the memory", self.memory.release)
+
+    def check_no_capture(self, what: str) -> None:
+        """Check that this thread's stream captures no CUDA graph. Local.
+
+        Raises:
+            ExchangeStateError: it does.
+        """
+        if self.executor.is_capturing():
+            raise ExchangeStateError(
+                f"{what} while the stream captures a CUDA graph; end the capture first"
+            )
+
+    def _begin_without_memory(self, why: str) -> None:
+        with self._reading:
+            self.is_mapped = False
+        # Of a kind after which a renewal may be called again.
+        self.broken = PeerError(why)
+
+    def check_mapped(self) -> None:
+        """Check that there is memory. Local.
+
+        Raises:
+            ExchangeStateError: it has been released, or a renewal has failed; says what to do.
         """
         if not self.is_mapped:
             raise ExchangeStateError(
-                f"rank {self.group.rank} has no memory, because a renewal has failed; call renew() "
-                "again on all ranks of a group, or close all layers"
+                f"rank {self.group.rank} has no memory: {self.broken}, or close all layers on the "
+                "workspace"
             )
 
     def keep_totals(self) -> None:
@@ -337,9 +406,7 @@ class Workspace(Generic[E]):
             for of_region, content in kept:
                 self.region_bytes(of_region).copy_(content)
         self.meetings = 0
-        with self._reading:
-            self.left_out = self._empty_places()
-            self.is_mapped = True
+        self.left_out = self._empty_places()
 
     @contextlib.contextmanager
     def one_more_user(self, layout: WorkspaceLayout) -> Iterator[None]:

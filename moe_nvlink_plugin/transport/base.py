@@ -85,6 +85,18 @@ class SymmetricMemory(Protocol):
         """
         ...
 
+    def release(self) -> None:
+        """Unmap everything; nobody touches tensors over the window before a renewal. Local.
+
+        Address and stride stay. The caller has met the other ranks: none of them uses the memory.
+        Only `release` of a layer or of a head group calls it, and `renew` comes next, or `close`. A
+        third-party memory without it serves all else.
+
+        Raises:
+            TransportError, DriverError: it is closed, or cannot be unmapped.
+        """
+        ...
+
     def local(self, offset: int, size_bytes: int) -> torch.Tensor:
         """Return bytes of this rank's workspace, `[size_bytes]` uint8. Local.
 

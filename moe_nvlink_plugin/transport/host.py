@@ -300,17 +300,21 @@ class HostMemory:
             PeerError: another rank failed.
         """
         _check_one_host(group)
-
-        def unmap() -> None:
-            self._check_open()
-            for rank in range(group.size):
-                # Tensors over the own part stay valid addresses.
-                replace = _map_zeros if rank == group.rank else _map_nothing
-                replace(self.base_ptr + rank * self.rank_stride, self.rank_stride)
-            self._mapped.clear()
-
-        all_or_none(group, "reserving addresses", unmap)
+        all_or_none(group, "reserving addresses", self.release)
         self._group = group
+
+    def release(self) -> None:
+        """Unmap everything; see base. Local.
+
+        Raises:
+            TransportError: the memory is closed, or cannot be unmapped.
+        """
+        self._check_open()
+        for rank in range(self._group.size):
+            # Tensors over the own part stay valid addresses.
+            replace = _map_zeros if rank == self._group.rank else _map_nothing
+            replace(self.base_ptr + rank * self.rank_stride, self.rank_stride)
+        self._mapped.clear()
 
     def _map_all(self, mine: _Segment, names: list[str], pieces: list[_Piece]) -> None:
         size_bytes = pieces[-1].file_offset + pieces[-1].size_bytes

@@ -181,8 +181,19 @@ class NvlinkMemory:
                 f"kernels take a share for {self.ranks_on_device}; start the new rank on another "
                 "GPU"
             )
-        driver.call("cuCtxSynchronize")
+        self._unmap()
+
+    def release(self) -> None:
+        """Unmap everything; see base. Local; it waits for the GPU.
+
+        Raises:
+            TransportError, DriverError: the memory is closed, or cannot be unmapped.
+        """
+        _on_device(self._index, self._unmap)
+
+    def _unmap(self) -> None:
         mappings = self.window.mappings
+        driver.call("cuCtxSynchronize")
         while mappings:
             driver.call("cuMemUnmap", *mappings[-1])
             mappings.pop()

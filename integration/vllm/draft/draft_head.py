@@ -299,6 +299,7 @@ class DraftHeads:
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
         self._heads: dict[Plan, DraftHead] = {}
+        self._groups: dict[Plan, Any] = {}
         self._watches: list[FailureWatch] = []
 
     def head(self, find_plan: Callable[[], Plan], refuse_unfit: RefuseUnfit) -> DraftHead | None:
@@ -337,6 +338,21 @@ class DraftHeads:
         heads = [head.stats() for head in list(self._heads.values())]
         return {"mtp_lm_head": heads[0]} if heads else {}
 
+    def release_memory(self) -> None:
+        """Give back the memory of all heads. Collective; raises as `HeadGroup.release`."""
+        for head in self._heads.values():
+            head.group.release()
+
+    def renew_memory(self) -> None:
+        """Map zeroed memory at the same addresses. Collective; raises as `HeadGroup.renew`."""
+        for plan, head in self._heads.items():
+            head.group.renew(self._group_of(plan))
+
+    def _group_of(self, plan: Plan) -> Any:
+        if plan not in self._groups:
+            self._groups[plan] = group_of(self._ranks.group, self._ranks.rank, plan.size)
+        return self._groups[plan]
+
     def close(self) -> None:
         """Release the memory of all heads. Local; idempotent."""
         for watch in self._watches:
@@ -345,12 +361,11 @@ class DraftHeads:
         for head in self._heads.values():
             head.close()
         self._heads.clear()
+        self._groups.clear()  # gloo's threads end with the last reference
 
     def _create(self, plan: Plan, refuse_unfit: RefuseUnfit) -> DraftHead:
         rank = self._ranks.rank
-        group = HeadGroup.create(
-            plan.config(rank), group_of(self._ranks.group, rank, plan.size), self._device
-        )
+        group = HeadGroup.create(plan.config(rank), self._group_of(plan), self._device)
         if self._device.type == "cuda":
             self._watches.append(FailureWatch(group.failure, what="The draft's shared LM head"))
         logger.info(

@@ -1,5 +1,7 @@
 """vLLM's worker, extended: it tells our exchange of the end of start-up, dummy batches, and waking.
 
+On CPU ranks it also tells of checkpoints, for which vLLM's own worker needs an accelerator.
+
 Between its first rounds and its first request, a worker compiles, tunes and captures CUDA graphs.
 That takes minutes, and differs from rank to rank. Until it is over, ranks wait longer for one
 another (MOE_NVLINK_FIRST_TIMEOUT_S).
@@ -93,6 +95,27 @@ class TellsOurExchange(_Base):
         manager = _manager()
         if manager is not None and (tags is None or "weights" in tags):
             manager.pool.restore()
+
+    @overrides
+    def checkpoint_prepare(self) -> None:
+        """Do as vLLM does, which asks for an accelerator: on CPU ranks, tell our manager alone."""
+        if (manager := _manager_of_cpu_ranks()) is None:
+            super().checkpoint_prepare()
+        else:
+            manager.checkpoint_prepare()
+
+    @overrides
+    def checkpoint_restore(self) -> None:
+        """As `checkpoint_prepare`."""
+        if (manager := _manager_of_cpu_ranks()) is None:
+            super().checkpoint_restore()
+        else:
+            manager.checkpoint_restore()
+
+
+def _manager_of_cpu_ranks() -> Any:
+    found = _manager()
+    return found if found is not None and found.pool.device.type == "cpu" else None
 
 
 def _manager() -> Any:

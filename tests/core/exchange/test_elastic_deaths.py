@@ -6,15 +6,25 @@ import dataclasses
 import datetime
 import os
 import pickle
+import select
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from moe_nvlink_plugin import MoeAllToAll, StoreGroup
-from moe_nvlink_plugin.errors import ExchangeTimeoutError, MoeNvlinkError
+from moe_nvlink_plugin.errors import (
+    ExchangeStateError,
+    ExchangeTimeoutError,
+    MoeNvlinkError,
+    PeerError,
+)
+from moe_nvlink_plugin.exchange import elastic
+from moe_nvlink_plugin.memory import workspace as workspaces
+from moe_nvlink_plugin.transport import host
 from moe_nvlink_plugin.verify import cases
 from moe_nvlink_plugin.verify.cases import Case, Seen
 from tests.core.exchange.test_elastic import ROUNDS, at_stage, check_round, config_of
@@ -162,3 +172,101 @@ def test_a_rank_wakes_when_it_has_been_replaced(small: bool, tmp_path: Path) -> 
             masked, inputs = at_stage(case, stage, number, places)
             seen = {PLACE_OF[p]: seen_by[p][stage][number] for p in processes}
             check_round(masked, inputs, seen)
+
+
+# A rank is killed in the middle of a renewal.
+
+#: Name of a step -> the module that runs it under all_or_none, what that calls it, and whether the
+#: rank dies before its own part, or after it and before it tells the others.
+STEPS: dict[str, tuple[Any, str, str]] = {
+    "stopped": (elastic, "preparing the renewal", "after"),
+    "unmapped": (host, "reserving addresses", "after"),
+    "created": (host, "creating shared memory", "after"),
+    "shared": (host, "mapping shared memory", "before"),
+    "mapped": (host, "mapping shared memory", "after"),
+    "initialised": (workspaces, "initialising the workspace", "after"),
+    "at the last agreement": (elastic, "loading the kernels", "after"),
+}
+DOOMED = 2
+
+
+def die_at(step: str) -> None:
+    """Let this process be killed there."""
+    module, wanted, when = STEPS[step]
+    plain = module.all_or_none
+
+    def all_or_none(group: Any, what: str, body: Callable[[], Any]) -> Any:
+        def part() -> Any:
+            if when == "before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            body()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        return plain(group, what, part if what == wanted else body)
+
+    module.all_or_none = all_or_none
+
+
+class Watching(StoreGroup):
+    """Gives up on the doomed rank when its process has ended, not after the store's long limit."""
+
+    def __init__(self, store: Any, name: str, rank: int, size: int, pidfd: int) -> None:
+        super().__init__(store, name, rank, size)
+        self._pidfd, self._patient, self._hasty = pidfd, store, store.clone()
+        self._hasty.set_timeout(datetime.timedelta(milliseconds=100))
+
+    def _value_of(self, rank: int, step: str) -> Any:
+        said = [f"{step}/{rank}"]
+        while rank == DOOMED and not self._patient.check(said):
+            if select.select([self._pidfd], [], [], 0.01)[0]:
+                # It may have spoken just before its end.
+                self._store = self._patient if self._patient.check(said) else self._hasty
+                break
+        return super()._value_of(rank, step)
+
+
+def _renew_with_the_doomed(
+    place: int, _size: int, port: int, case: Case, step: str
+) -> dict[int, list[Seen]]:
+    life = Life(place, port, case)
+    layer = life.enter("first")
+    life.rounds(0)
+    if place == DOOMED:
+        life.store.set("pid", str(os.getpid()))
+        die_at(step)
+        life.enter("fatal")
+        raise AssertionError("nothing has killed the rank")
+    pidfd = os.pidfd_open(int(life.store.get("pid")))
+    before = layer.stats()
+    with pytest.raises(PeerError, match=f"rank {DOOMED} "):
+        layer.renew(Watching(life.store, "fatal", place, len(PLACES), pidfd), PLACES)
+    if step != "stopped":
+        with pytest.raises(ExchangeStateError, match=r"has no memory.*call renew\(\) again"):
+            cases.run_round(layer, at_stage(case, 0, 0, PLACES)[1][place])
+    assert layer.stats().rounds == before.rounds
+    layer.renew(StoreGroup(life.store, "without it", place, 2), (0, 1))
+    life.rounds(1, (0, 1))
+    assert layer.stats().rounds == before.rounds + ROUNDS
+    layer.close()
+    return life.seen
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_rank_is_killed_in_the_middle_of_a_renewal(step: str, tmp_path: Path) -> None:
+    """The others learn of it at that step, and renew without it."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    before = set(Path("/dev/shm").glob("moe_nvlink-*"))
+    lives = run_processes(
+        len(PLACES),
+        _renew_with_the_doomed,
+        tmp_path,
+        store.port,
+        CASE,
+        step,
+        killed=(DOOMED,),
+        meets=False,
+    )
+    assert set(Path("/dev/shm").glob("moe_nvlink-*")) <= before
+    for number in range(ROUNDS):
+        masked, inputs = at_stage(CASE, 1, number, (0, 1))
+        check_round(masked, inputs, {place: lives[place][1][number] for place in (0, 1)})

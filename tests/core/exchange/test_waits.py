@@ -308,6 +308,14 @@ def test_a_rank_is_named_again_only_much_later(caplog: pytest.LogCaptureFixture)
     assert named == [10, 320], "at 20 it is no news; until 640 the rank was not slow"
 
 
+def test_totals_that_are_away_for_a_while_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    """As between release and renewal, which writes them into the new memory."""
+    slow = slow_rank.SlowRank()
+    for now, waited in enumerate((900, 0, 0, 900)):
+        slow.look([[0, waited * 10**9], [0, 0]], float(now))
+    assert not caplog.records
+
+
 def test_a_pool_starts_the_watch_on_rank_0_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
 

@@ -22,7 +22,7 @@ from moe_nvlink_plugin import (
     sharded_argmax,
     sharded_logits,
 )
-from moe_nvlink_plugin.errors import ExchangeStateError
+from moe_nvlink_plugin.errors import ConfigError, ExchangeStateError, PeerError
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.lm_head.config import MAX_VOCAB_SIZE
@@ -433,6 +433,36 @@ def test_two_groups_and_an_exchange_in_one_process() -> None:
             check_argmax(wide, large)
 
     run_ranks(4, rank_main)
+
+
+def test_memory_that_is_released_comes_back_in_its_place() -> None:
+    mine = config(2, full_logits=True)
+    first, second = problem(mine, [1, 3], 1), problem(mine, [4, 2], 2)
+    calls: list[str] = []
+
+    def rank_main(group: ThreadGroup) -> None:
+        with HeadGroup.create(config(2, group.rank, full_logits=True), group) as head:
+            check_argmax(head, first)
+            before, rows = head.stats(), head._head._rows
+            for _ in range(2):
+                head.release()
+                head.release()
+                assert head.failure() is None
+                assert head.stats() == head.stats(wait=False) == before
+                with pytest.raises(ExchangeStateError, match=r"given it back; call renew\(\)"):
+                    check_argmax(head, first)
+                with pytest.raises((ConfigError, PeerError), match="tp_size=2"):
+                    head.renew(ThreadGroup.ranks(1)[0])
+                head.renew(group)
+                assert not rows.any()
+                group.all_gather_object(None)  # from here on the other rank writes there
+            check_argmax(head, second)
+            check_logits(head, first)
+            assert head.stats().rounds == before.rounds + 2
+            calls.append("right")
+
+    run_ranks(2, rank_main)
+    assert calls == ["right"] * 2
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

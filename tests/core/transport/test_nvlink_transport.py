@@ -123,7 +123,7 @@ def both_bodies(rank: int, size: int, kind: str) -> dict[str, Any]:
     if kind == "FABRIC":
         pretend_host(rank)
     found: dict[str, Any] = {"kind": kind, "rank": rank}
-    for body in (growth_body, renewal_body, failing_body):
+    for body in (growth_body, renewal_body, release_body, failing_body):
         try:
             found[body.__name__] = body(rank, size)
         except BaseException:
@@ -234,6 +234,53 @@ def renewal_body(rank: int, size: int) -> list[str]:
     del memory, rows
     assert state()[0] == before[0]  # the groups have sockets
     return ways
+
+
+def test_released_memory_is_gone_and_comes_back_in_its_place(
+    results: list[dict[str, Any]],
+) -> None:
+    for found in results:
+        assert found["release_body"] == found["kind"]
+
+
+def release_body(rank: int, size: int) -> str:
+    """Twice: unmapped and released, then created, shared and mapped at the same addresses."""
+    group, before, extents = world(), state(), [Extent(0, 5000), Extent(4 * MIB, MIB)]
+    memory = FakeNvlinkTransport().reserve(group, 16 * MIB, CPU)
+    memory.extend(extents)
+    rows = memory.local(0, 5000)
+    address = rows.data_ptr()
+    for number in range(2):
+        rows.fill_(10 * number + rank + 1)
+        group.all_gather_object(None)
+        calls = control().calls()
+        memory.release()
+        mapped = len(extents) * size
+        assert control().calls()["cuMemUnmap"] == calls.get("cuMemUnmap", 0) + mapped
+        assert control().live() == {**before[0], "reservations": before[0]["reservations"] + 1}
+        assert num_open() == before[1]
+        memory.release()  # nothing is left to unmap
+        assert control().calls()["cuMemUnmap"] == calls.get("cuMemUnmap", 0) + mapped
+        with pytest.raises(TransportError, match="not mapped"):
+            memory.local(0, 5000)
+        group.all_gather_object(None)
+        memory.renew(group)
+        assert control().live()["mappings"] == before[0]["mappings"]
+        memory.extend(extents)
+        rows = memory.local(0, 5000)
+        assert (rows.data_ptr(), bool(rows.any())) == (address, False)
+        assert control().live()["mappings"] == before[0]["mappings"] + mapped
+        assert control().live()["handles"] == before[0]["handles"]
+        assert num_open() == before[1]
+        rows.fill_(rank + 31)
+        group.all_gather_object(None)
+        assert peers_bytes(memory, size, 4999) == [31, 32, 33]
+        group.all_gather_object(None)
+    found = memory._sharing.name
+    memory.close()
+    del memory, rows
+    assert state() == before
+    return found
 
 
 def test_more_ranks_on_a_gpu_than_its_kernels_leave_room_for(fake: Callable[..., Any]) -> None:

@@ -208,6 +208,20 @@ class TestTwoDataParallelRanks:
             differing = server.differing(numbers, concurrency=4)
             assert differing == (list(numbers) if checkpoint == other else [])
 
+    def test_tokens_stay_after_a_checkpoint(self, server: EpServer) -> None:
+        """In between no rank has memory of its own or of another one mapped."""
+        pids = [counters["pid"] for counters in server.stats(2)]
+        mapped = len(_our_mappings(pids))
+        for repeated in (1, 2):
+            _post(server, "/pause?mode=wait")
+            for _ in range(repeated):
+                _post(server, "/collective_rpc", {"method": "checkpoint_prepare"})
+            assert _our_mappings(pids) == []
+            _post(server, "/collective_rpc", {"method": "checkpoint_restore"})
+            assert len(_our_mappings(pids)) == mapped
+            _post(server, "/resume")
+            assert server.differing(range(8), concurrency=4) == []
+
     def test_a_rank_that_hangs_is_named_and_nothing_waits_for_ever(
         self, server: EpServer, folder: Path
     ) -> None:

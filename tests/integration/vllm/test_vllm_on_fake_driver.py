@@ -106,6 +106,8 @@ def _format_body(group: Any, recipe: Any, options: Options) -> dict[str, Any]:
 #: for large batches, and comes back by them.
 SIZES = (40, 8)
 NUM_REPLAYS = 5
+#: The replay before which the memory is given back, and mapped anew.
+RELEASED_BEFORE = 2
 
 
 class Step:
@@ -195,6 +197,12 @@ def _graphs_body(group: Any) -> dict[str, Any]:
         step.renew(10 * number + group.rank, (5 * number + 3 * group.rank) % (SIZES[0] + 1))
         values = [float(number + 1), 10.0 * (number + 1)]
         group.all_gather_object(None)  # the other rank has read what lay there
+        if number == RELEASED_BEFORE:
+            step.layer.exchange.release()
+            step.layer.exchange.renew(group, range(group.size))
+            workspace = step.layer.exchange._layer.workspace
+            for offset, size_bytes in workspace.extents:
+                workspace.memory.local(offset, size_bytes)  # lets torch's CPU kernels touch it
         step.layer.exchange.combine_input().fill_(values[group.rank])
         group.all_gather_object(None)
         control.replay()

@@ -13,16 +13,19 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
+from moe_nvlink_plugin.errors import ExchangeStateError
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.vllm import backend
 from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
+from moe_nvlink_plugin.integration.vllm.draft import draft_head
 from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
 from moe_nvlink_plugin.integration.vllm.plugin import worker
-from moe_nvlink_plugin.testing import ThreadGroup
-from tests.core.exchange.small_exchange import config
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from tests.core.exchange.small_exchange import assert_still_works, config
+from tests.support import small_head
 
 pytestmark = pytest.mark.usefixtures("environment")
 
@@ -212,6 +215,11 @@ def test_the_manager_makes_a_part_once_and_closes_it(monkeypatch: pytest.MonkeyP
         def stats(self) -> dict[str, int]:
             return {"heads": 3}
 
+        def release_memory(self) -> None:
+            raise AssertionError("no checkpoint")
+
+        renew_memory = release_memory
+
         def close(self) -> None:
             events.append("closed")
 
@@ -226,3 +234,65 @@ def test_the_manager_makes_a_part_once_and_closes_it(monkeypatch: pytest.MonkeyP
     assert manager._more_stats() == {"heads": 3}
     manager.destroy()
     assert events == ["1 rank on cpu", "closed"]
+
+
+def test_a_checkpoint_gives_all_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of all layers and of the draft's head; restored without a prepare it is renewed too."""
+
+    def init(self: Any, cpu_group: Any, tcp_store_group: Any = None) -> None:
+        self.rank, self.world_size = cpu_group.rank, cpu_group.size
+
+    monkeypatch.setattr(All2AllManagerBase, "__init__", init)
+    monkeypatch.setattr(draft_head, "group_of", lambda group, _rank, _size: group)
+    of_head = small_head.config(2)
+    plan = draft_head.Plan(
+        size=2,
+        crossover=None,
+        vocab_size=of_head.vocab_size,
+        hidden_size=of_head.hidden_size,
+        most_rows=of_head.max_rows_per_rank,
+        dtype=of_head.dtype,
+        full_logits=False,
+    )
+    given = small_head.problem(of_head, [1, 3], 1)
+
+    def body(group: ThreadGroup) -> list[int]:
+        manager = MoeNvlinkAll2AllManager(group, device=torch.device("cpu"))
+        geometry = Geometry(4, 2, config().hidden_size, 8, torch.float32, extra_payload_bytes=(6,))
+        of = [geometry, geometry._replace(max_tokens_per_rank=16)]
+        layers = [manager.get_handle(one._asdict()) for one in of]
+        head = manager.part(draft_head.DraftHeads).of_plan(plan, lambda *_: None).group
+        for again in (0, 1, 2):
+            for _ in range(again):
+                manager.checkpoint_prepare()
+                with pytest.raises(ExchangeStateError, match="vLLM: checkpoint_restore"):
+                    assert_still_works(layers[1])
+                with pytest.raises(ExchangeStateError, match="vLLM: checkpoint_restore"):
+                    small_head.check_argmax(head, given)
+            manager.checkpoint_restore()
+            for layer in layers:
+                assert_still_works(layer)
+            small_head.check_argmax(head, given)
+        rounds = [layers[0].stats().rounds, head.stats().rounds]
+        manager.destroy()
+        return rounds
+
+    assert run_ranks(2, body) == [[6, 3], [6, 3]]
+
+
+@pytest.mark.parametrize(
+    ("device", "seen"), [("cpu", ["our manager"]), ("cuda", ["vLLM"]), (None, ["vLLM"])]
+)
+@pytest.mark.parametrize("method", ["checkpoint_prepare", "checkpoint_restore"])
+def test_who_is_told_of_a_checkpoint(
+    device: str | None, seen: list[str], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM waits for an accelerator first, which CPU ranks have not."""
+    told: list[str] = []
+    pool = SimpleNamespace(device=SimpleNamespace(type=device))
+    ours = Manager(pool=pool, **{method: lambda: told.append("our manager")})
+    in_ep_group(ours if device else object(), monkeypatch)
+    base = type("VllmsWorker", (), {method: lambda _self: told.append("vLLM")})
+    made: Any = type("Made", (worker.TellsOurExchange, base), {})
+    getattr(made(), method)()
+    assert told == seen

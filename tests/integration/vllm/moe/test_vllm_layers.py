@@ -244,10 +244,6 @@ def naive_path():
     All2AllManagerBase.__init__ = init
     manager = MoeNvlinkAll2AllManager(None, device=torch.device("cpu"))
     verbs = "dispatch", "dispatch_router_logits", "combine"
-    results["checkpoints"] = [
-        refusal(manager.checkpoint_prepare),
-        refusal(manager.checkpoint_restore),
-    ]
     return [refusal(lambda: getattr(manager, verb)(None)) for verb in verbs]
 
 
@@ -425,11 +421,6 @@ def test_ranks_that_no_transport_connects_stop_or_fall_back(results: dict[str, l
     assert "vLLM's own allgather_reducescatter" in warning
     assert "2 ranks on cpu" in warning
     assert (manager, replaced) == ("theirs", []), "vLLM is as without us"
-
-
-def test_a_checkpoint_of_the_process_is_an_error(results: dict[str, list[str]]) -> None:
-    assert len(results["checkpoints"]) == 2
-    assert all("cannot be given back" in message for message in results["checkpoints"])
 
 
 def test_experts_that_route_themselves_are_left_out_where_vllm_can(
