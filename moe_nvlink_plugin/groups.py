@@ -229,13 +229,16 @@ def all_or_none(group: Group, what: str, step: Callable[[], T]) -> T:
 
 
 def refuse_differences(
-    everyones: Sequence[Mapping[str, str]], ranks: Sequence[int] | None = None
+    everyones: Sequence[Mapping[str, str]],
+    ranks: Sequence[int] | None = None,
+    problem: str = "the ranks were given different configurations",
 ) -> None:
     """Check that all ranks have the same values. Local.
 
     Args:
         everyones: for each rank, in rank order: name of a field -> its value.
         ranks: the ranks; None: 0, 1, 2 and so on.
+        problem: what the error begins with.
 
     Raises:
         DisagreementError: names each field that differs, and every rank's value of it.
@@ -247,9 +250,7 @@ def refuse_differences(
         if len({values[name] for values in everyones}) > 1
     ]
     if differences:
-        raise DisagreementError(
-            "the ranks were given different configurations; " + "; ".join(differences)
-        )
+        raise DisagreementError(f"{problem}; " + "; ".join(differences))
 
 
 def tell(group: Group, called: str, values: dict[str, str], more: Any) -> list[Any]:
@@ -266,7 +267,8 @@ def tell(group: Group, called: str, values: dict[str, str], more: Any) -> list[A
     """
     everyones = group.all_gather_object((called, values, more))
     members = members_of(group)
-    refuse_differences([{"the call": str(theirs[0])} for theirs in everyones], members)
+    calls = [{"the call": str(theirs[0])} for theirs in everyones]
+    refuse_differences(calls, members, "the ranks make different calls; make the same on all")
     counts = [{"number of values": str(len(theirs[1]))} for theirs in everyones]
     refuse_differences(counts, members)
     refuse_differences([theirs[1] for theirs in everyones], members)

@@ -152,7 +152,11 @@ BY_HAND: dict[str, tuple[Touched, ...]] = {
         "FusedMoEExpertsModular.finalize_weight_and_reduce_impl()",
         "FusedMoEExpertsModular.workspace_dtype(act_dtype)",
     ),
-    "plugin.cuda_communicator": use(f"{_COMM}.cuda_communicator", "CudaCommunicator.destroy()"),
+    "plugin.cuda_communicator": use(
+        f"{_COMM}.cuda_communicator",
+        "CudaCommunicator.destroy() CudaCommunicator.checkpoint_prepare() "
+        "CudaCommunicator.checkpoint_restore()",
+    ),
     "plugin.flag": patch(
         "vllm.engine.arg_utils",
         "EngineArgs.create_engine_config",

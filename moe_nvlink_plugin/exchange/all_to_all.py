@@ -163,6 +163,8 @@ class MoeAllToAll:
         check_kind(config, AllToAllConfig)
         sharing = None if share_with is None else _layer_of(share_with)
         if sharing is not None:
+            if sharing.workspace.is_parents:
+                sharing.workspace.check_usable()
             agreement.check_complete(sharing.workspace)
         # Nothing of this rank's has run yet, so start-up's limit holds.
         ranks = as_group(group, Timeouts.of(config).first)
@@ -564,20 +566,22 @@ class MoeAllToAll:
         """Give the memory back until `renew`. Collective over all ranks that take part.
 
         Not capturable. Ranks call it between two rounds, on one of their layers, for all layers on
-        the workspace. It waits for the device. Afterwards no memory is shared, mapped or allocated;
-        layers, kernels, counters and addresses stay, so `renew(group, places)` with the same ranks
-        goes on where this stopped, and CUDA graphs stay valid. Until then verbs raise
-        ExchangeStateError; on a GPU nobody touches tensors that dispatch and combine_input have
-        returned, or replays a graph. A second call changes nothing.
+        the workspace. It waits for the device. Afterwards no symmetric memory is left; layers,
+        kernels, counters and addresses stay, so `renew(group, places)` with the same ranks goes on
+        where this stopped, and CUDA graphs stay valid. Until then verbs raise ExchangeStateError;
+        nobody touches tensors that dispatch, combine_input and fault_words have returned, or
+        replays a graph. A second call changes nothing.
 
         Raises:
-            ExchangeStateError: a dispatch has not been combined, the exchange is unusable or
-                closed, the stream captures a CUDA graph, or `mask` has left out a rank. Raised as
-                PeerError on the others. Nothing has changed.
+            ExchangeStateError: a dispatch has not been combined, the exchange is unusable, or the
+                stream captures a CUDA graph. Raised as PeerError on the others. Or the exchange is
+                closed here, this process is a fork, or `mask` has left out a rank; then this rank
+                alone raises, and the others wait for it. Nothing has changed.
             UnsupportedError: the memory of a third-party transport cannot be released.
             DisagreementError: another rank calls something else.
             TransportError, DriverError, PeerError: a rank could not unmap the memory, or did not
-                come; call `release` again, or `renew`.
+                come; call `release` again, or `renew`. A StoreGroup that has failed serves no
+                further call, so then `renew` with a new one.
         """
         elastic.release(self._layer)
 

@@ -59,6 +59,8 @@ def renew(layer: LayerExchange, group: Any, places: Sequence[int]) -> None:
     """Go on with the ranks of a group, as MoeAllToAll.renew documents it."""
     layer.check_open()
     workspace, config = layer.workspace, layer.config
+    if workspace.is_parents:
+        workspace.check_usable()
     ranks = as_group(group, Timeouts.of(config).first)
     layers = layers_on(workspace)
     with contextlib.ExitStack() as locks:
@@ -68,9 +70,10 @@ def renew(layer: LayerExchange, group: Any, places: Sequence[int]) -> None:
         known = _known(layers)
         configs = [one.config for one in layers]
         _agree(placed, configs, known, is_elastic=workspace.is_elastic)
-        workspace.renew(placed, known.extents)
-        all_or_none(placed, "loading the kernels", lambda: None)
-        _begin(workspace)
+        with workspace.renewing():
+            workspace.renew(placed, known.extents)
+            all_or_none(placed, "loading the kernels", lambda: None)
+            _begin(workspace)
 
 
 def release(layer: LayerExchange) -> None:
@@ -80,14 +83,14 @@ def release(layer: LayerExchange) -> None:
     layers = layers_on(workspace)
 
     def stop() -> None:
+        workspace.executor.synchronize_device()  # a verb of any stream may have failed
         for one in layers:
-            one.synchronize()  # on a GPU a verb may have failed after its call
+            one.synchronize()
         if bool(workspace.pending.any()):
             raise ExchangeStateError(
                 "release() between a dispatch and its combine; call combine first, and wait() for "
-                "a verb that runs beside its caller"
+                "a verb that runs beside its caller; or call renew(), which forgets the round"
             )
-        workspace.executor.synchronize_device()
 
     numbers = str([one.number for one in layers])
     workspace.give_back({"workspace": workspace.name, "layers": numbers}, stop)
@@ -157,8 +160,6 @@ def _stop(
 ) -> Group:
     """End what runs on the workspace, whose locks `locks` gets; return the new group. Local."""
     workspace, config = layers[0].workspace, layers[0].config
-    if workspace.is_parents:
-        workspace.check_usable()
     workspace.check_no_capture("renew()")
     checked = check_places("places", places, config.ep_size, config.ep_rank)
     if not workspace.is_elastic and len(checked) < config.ep_size:

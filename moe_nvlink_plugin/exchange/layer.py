@@ -442,9 +442,7 @@ class LayerExchange:
 
     def failure(self) -> MoeNvlinkError | None:
         """Return the error of a verb that failed, or None. Local; waits for nothing; any thread."""
-        if not self.workspace.is_mapped:  # released, or being renewed: no verb runs
-            return None
-        if (broken := self.workspace.broken) is not None:
+        if (broken := self.workspace.failure) is not None or self.workspace.is_away:
             return broken
         faults = (channel.fault(ask_device=False) for channel in list(self._channels))
         return next((fault for fault in faults if fault is not None), None)

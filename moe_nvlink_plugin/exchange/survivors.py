@@ -82,6 +82,7 @@ def leave_out(
     with contextlib.ExitStack() as locks:
         for channel in range(workspace.layout.num_channels):
             locks.enter_context(workspace.channel_lock(channel))
+        workspace.check_mapped()  # again: a release may have had the locks
         end_verbs()
         workspace.executor.synchronize_device()  # verbs of other channels may be on other streams
         # Of a kind after which this function may be called again.

@@ -150,8 +150,8 @@ class HeadExchange:
         find(self.handle)
 
         def stop() -> None:
+            self.workspace.executor.synchronize_device()  # a verb of any stream may have failed
             self.synchronize()
-            self.workspace.executor.synchronize_device()
 
         self.workspace.give_back(self._told(), stop)
 
@@ -159,6 +159,8 @@ class HeadExchange:
         """Map memory anew, as HeadGroup.renew documents it; `check` checks the group."""
         find(self.handle)
         workspace = self.workspace
+        if workspace.is_parents:
+            workspace.check_usable()
 
         def stop() -> None:
             check()
@@ -175,8 +177,9 @@ class HeadExchange:
         with contextlib.ExitStack() as locks:
             all_or_none(group, "preparing the renewal", stop)
             tell(group, "renew a head", self._told(), None)
-            workspace.renew(group, workspace.extents)
-            workspace.recover(with_newcomers=True)
+            with workspace.renewing():
+                workspace.renew(group, workspace.extents)
+                workspace.recover(with_newcomers=True)
 
     def _told(self) -> dict[str, str]:
         names = ("vocab_size", "hidden_size", "max_rows_per_rank", "dtype")
@@ -310,9 +313,9 @@ class HeadExchange:
 
     def failure(self) -> MoeNvlinkError | None:
         """Return the error of a verb that failed, or None. Local; waits for nothing; any thread."""
-        if not self.workspace.is_mapped:  # released, or being renewed: no verb runs
-            return None
-        return self.workspace.broken or self._faults.error(self._disagreement, ask_device=False)
+        if (broken := self.workspace.failure) is not None or self.workspace.is_away:
+            return broken
+        return self._faults.error(self._disagreement, ask_device=False)
 
     def _disagreement(self, peer: int, phase: str, epoch: int) -> str:
         mine = self._args.geometry

@@ -20,6 +20,7 @@ from moe_nvlink_plugin.errors import (
     ExchangeStateError,
     MoeNvlinkError,
     PeerError,
+    TransportError,
     UnsupportedError,
 )
 from moe_nvlink_plugin.groups import Group, Left, all_or_none, members_of, tell
@@ -143,6 +144,8 @@ class Workspace(Generic[E]):
         #: False from a release, or the begin of a renewal, to the end of one: the addresses are
         #: there, and no memory.
         self.is_mapped = True
+        #: Whether memory that is not mapped is away on purpose, and no failure.
+        self._is_away = False
         #: What a renewal keeps, by channel: region, bytes.
         self._kept: list[list[tuple[Region, torch.Tensor]]] = []
         self._owner = os.getpid()
@@ -272,9 +275,8 @@ class Workspace(Generic[E]):
             assert self.active_ranks is not None
             self.active_ranks.copy_(active_ranks)  # in place: a CUDA graph may have captured it
         self.executor.synchronize()  # the next verb may come from a thread with another stream
-        self.broken = None
         with self._reading:
-            self.is_mapped = True
+            self.broken, self.is_mapped = None, True
 
     def enter(self, group: Group, layout: WorkspaceLayout, extents: Sequence[Extent]) -> None:
         """Get memory that ranks of the group have already, which call `renew`. Collective.
@@ -291,6 +293,18 @@ class Workspace(Generic[E]):
         self._place(layout, extents)
         self.left_out = self._empty_places()
 
+    @contextlib.contextmanager
+    def renewing(self) -> Iterator[None]:
+        """Surround `renew` and all until `recover`: no memory is nobody's failure yet. Local."""
+        self._begin_without_memory(
+            "renew() has not come to its end; call renew() again on all ranks of a group"
+        )
+        try:
+            yield
+        except BaseException:
+            self._is_away = False
+            raise
+
     def renew(self, group: Group, extents: Sequence[Extent]) -> None:
         """Have zeroed memory with the ranks of a group, at the same addresses. Collective.
 
@@ -305,9 +319,6 @@ class Workspace(Generic[E]):
         Raises:
             MoeNvlinkError: a rank failed, and this one has no memory now; it may call again.
         """
-        self._begin_without_memory(
-            "renew() has not come to its end; call renew() again on all ranks of a group"
-        )
         memory = self.memory
         memory.renew(group)
         self.group = group
@@ -326,6 +337,8 @@ class Workspace(Generic[E]):
         Raises:
             MoeNvlinkError: a rank failed. Nothing has changed, or no rank can run a verb.
         """
+        if self.is_parents:
+            self.check_usable()
         empty = self._empty_places()
         if gone := [rank for rank in self.left_out if rank not in empty]:
             raise ExchangeStateError(
@@ -369,9 +382,20 @@ class Workspace(Generic[E]):
 
     def _begin_without_memory(self, why: str) -> None:
         with self._reading:
-            self.is_mapped = False
-        # Of a kind after which a renewal may be called again.
-        self.broken = PeerError(why)
+            self.is_mapped, self._is_away = False, True
+            # Of a kind after which a renewal may be called again.
+            self.broken = PeerError(why)
+
+    @property
+    def failure(self) -> MoeNvlinkError | None:
+        """Why no verb can run; None if one can, or if memory is away on purpose. Any thread."""
+        with self._reading:
+            return None if self.is_away else self.broken
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the memory is released, or being renewed. Any thread."""
+        return not self.is_mapped and self._is_away
 
     def check_mapped(self) -> None:
         """Check that there is memory. Local.
@@ -527,12 +551,16 @@ class Workspace(Generic[E]):
         if self._memory is None or not self.is_mapped:
             return self._last_stats
         total = ExchangeStats()
-        for channel in range(self.layout.num_channels):
-            regions = self.layout.channel_regions(channel)
-            counters = self._numbers(regions["counters"], len(COUNTERS), wait)
-            waits = self._numbers(regions["wait_totals"], self.group.size, wait)
-            total = total.plus(ExchangeStats._make([*counters, tuple(waits)]))
-        # A renewal may have begun meanwhile.
+        try:
+            for channel in range(self.layout.num_channels):
+                regions = self.layout.channel_regions(channel)
+                counters = self._numbers(regions["counters"], len(COUNTERS), wait)
+                waits = self._numbers(regions["wait_totals"], self.group.size, wait)
+                total = total.plus(ExchangeStats._make([*counters, tuple(waits)]))
+        except TransportError:
+            if self.is_mapped:
+                raise
+        # A release or renewal may have begun meanwhile.
         return total if self.is_mapped else self._last_stats
 
     def _numbers(self, region: Region, count: int, wait: bool) -> list[int]:
@@ -554,9 +582,11 @@ class Workspace(Generic[E]):
     def waits(self) -> list[list[int]]:
         """Return the nanoseconds that rank r has waited for rank p, as [r][p], of all channels.
 
-        Local; any thread may call. It reads the peers' memory and waits for no launch.
+        Local; any thread may call. It reads the peers' memory and waits for no launch. All are 0
+        while there is no memory.
         """
         size = self.group.size
+        nothing = [[0] * size for _ in range(size)]
         waited = [[0] * size for _ in range(size)]
         for channel in range(self.layout.num_channels):
             region = self.layout.channel_regions(channel)["wait_totals"]
@@ -565,7 +595,7 @@ class Workspace(Generic[E]):
                     continue
                 for peer, number in enumerate(self._numbers_of(rank, region, size)):
                     waited[rank][peer] += number
-        return waited
+        return waited if self.is_mapped else nothing  # and not a part of them
 
     def release(self) -> None:
         """Release the workspace for one layer; the last layer closes it. Local.

@@ -37,6 +37,9 @@ rows.copy_(received.hidden_states)
 other = layer.dispatch_async(x, ids, weights, channel=1)
 child = os.fork()
 if child == 0:
+    def speak(*_arguments):
+        raise AssertionError("the child speaks to the parent's ranks")
+    heard, ThreadGroup.all_gather_object = ThreadGroup.all_gather_object, speak
     rows.fill_(7.0)
     received.hidden_states.fill_(7.0)
     calls = [
@@ -46,6 +49,10 @@ if child == 0:
         lambda: layer.mask(),
         lambda: layer.stats(),
         lambda: layer.waits(),
+        lambda: layer.release(),
+        lambda: layer.renew(group, [0]),
+        lambda: head.release(),
+        lambda: head.renew(group),
         lambda: MoeAllToAll.create(layer.config, group, share_with=layer),
         lambda: sharded_argmax(torch.ones(1, 8), torch.ones(8, 8), group=head),
     ]
@@ -53,6 +60,7 @@ if child == 0:
     layer.close()
     head.close()
     # A new one of its own.
+    ThreadGroup.all_gather_object = heard
     (group,) = ThreadGroup.ranks(1)
     with MoeAllToAll.create(layer.config, group) as own:
         again = own.dispatch(x, ids, weights)

@@ -42,9 +42,10 @@ def _config(text: str) -> AllToAllConfig:
             f"--memory {text}: {problem}; give numbers for {', '.join(_NEEDED)}, and as you like "
             f"for num_experts and num_channels, and names for {' and '.join(_NAMES)}"
         )
-    numbers = {name: int(given[name]) for name in _NUMBERS if name in given}
-    numbers.setdefault("num_experts", max(numbers["ep_size"], numbers["top_k"]))
-    return AllToAllConfig(ep_rank=0, **numbers, **{k: v for k, v in given.items() if k in _NAMES})
+    fields: dict[str, Any] = {name: int(given[name]) for name in _NUMBERS if name in given}
+    fields |= {name: given[name] for name in _NAMES if name in given}
+    fields.setdefault("num_experts", max(fields["ep_size"], fields["top_k"]))
+    return AllToAllConfig(ep_rank=0, **fields)
 
 
 def _lines(config: AllToAllConfig, device: str) -> Iterator[str]:

@@ -217,6 +217,11 @@ def test_memory_that_cannot_be_unmapped(monkeypatch: pytest.MonkeyPatch) -> None
                 layer.release()
             assert "call renew()" in refused(lambda: cases.dispatch(layer, inputs))
             layer.release()
+            assert layer.failure() is None
+            fails.once = group.rank == 1
+            with pytest.raises(kind, match="no"):
+                layer.renew(group, PLACES)
+            assert isinstance(layer.failure(), PeerError), "nobody releases on purpose here"
             layer.renew(group, PLACES)
             return cases.run_round(layer, inputs)
 
