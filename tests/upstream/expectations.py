@@ -38,9 +38,9 @@ class Rule:
 _FILE = pydantic.TypeAdapter(dict[str, tuple[Rule, ...]])
 
 
-def file_of(version: str, gpus: int, folder: Path = FOLDER) -> Path:
-    """Where the expectations of a version of vLLM lie, on GPUs or (gpus 0) on CPUs."""
-    return folder / f"{version}-{'gpu' if gpus else 'cpu'}.yaml"
+def file_of(version: str) -> Path:
+    """Where the expectations of a version of vLLM lie."""
+    return FOLDER / f"{version}-cpu.yaml"
 
 
 def read(path: Path) -> dict[str, tuple[Rule, ...]]:

@@ -202,9 +202,10 @@ def test_sees(request):
 def test_a_run_for_which_vllm_has_not_taken_our_platform_says_nothing(tmp_path: Path) -> None:
     """Where our backend is not chosen, another platform may be active: ours must be asked."""
     where = toy_tree(tmp_path, {"conftest.py": ASKED, "test_a.py": "def test_one(): pass\n"})
+    passes = (Rule("*", 1, "passed"),)
     words = "vLLM has {} our platform plugin in this run"
-    assert run_toy(where, rules=None).differences == (words.format("not taken"),)
-    installed = Job(toy_group(plugin=Plugin.INSTALLED), ("tests",), None)
+    assert run_toy(where, rules=passes).differences == (words.format("not taken"),)
+    installed = Job(toy_group(plugin=Plugin.INSTALLED), ("tests",), passes)
     assert run(where, installed).differences == ()
     (where.tree / "tests" / "conftest.py").write_text("")
     assert run(where, installed).differences == (words.format("not asked"),)
