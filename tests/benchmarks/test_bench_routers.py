@@ -27,20 +27,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 # The command line.
 
 
-def test_options_of_the_reference() -> None:
-    found = parsed(
-        *("--ep_size", "8", "--backend", "MOE_NVLINK", "--profile", "gpt_oss", "--perfect_router"),
-        *("-b", "1", "-e", "1024", "-f", "2", "--iters", "30", "--warmup", "3", "--iter_stats"),
-        *("--kernel_breakdown", "--max_num_tokens_per_rank", "2048", "--random_seed", "7"),
-    )
-    assert found.batches == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-    assert (found.hidden_size, found.top_k, found.num_experts) == (2880, 4, 128)
-    assert (found.router, found.backends, found.ep_size) == ("perfect", ("moe_nvlink",), 8)
-    assert (found.iters, found.warmup, found.max_tokens, found.seed) == (30, 3, 2048, 7)
-    assert found.iter_stats
-    assert found.kernel_breakdown
-
-
 def test_command_lines_of_tensorrt_llm() -> None:
     """As its post has it, and with the options for what travels."""
     found = parsed(

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from moe_nvlink_plugin.errors import ConfigError
-from tests.instruments.upstream.upstream_toys import toy_group
 from tests.upstream import expectations, table
-from tests.upstream.groups import Plugin, all_groups
+from tests.upstream.groups import all_groups
 from tests.upstream.within import moe_nvlink_upstream_expected as within
 from tests.upstream.within.moe_nvlink_upstream_expected import Rule, Seen
 
@@ -155,30 +154,6 @@ def test_every_group_has_expectations() -> None:
 
 
 # The table.
-
-
-def test_a_row_for_each_group_in_their_order_and_why_tests_fail() -> None:
-    rules = {
-        "two": [expectations.Rule("*", 7, "passed")],
-        "one": [
-            expectations.Rule("a", 4, "failed", "It has a bug.", "bug"),
-            expectations.Rule("b", 30, "cannot run", "It needs a GPU."),
-            expectations.Rule("c", 5, "cannot run", "It needs the hub.", run=False),
-            expectations.Rule("d", 2, "cannot run", "It needs a GPU."),
-            expectations.Rule("*", 100, "passed"),
-        ],
-    }
-    groups = [toy_group(name=name) for name in ("one", "two", "unknown")]
-    groups[1] = replace(groups[1], plugin=Plugin.COMPARED)
-    assert table.section("1.0", groups, rules) == (
-        "vLLM 1.0 on CPU processes:\n\n"
-        "| vLLM's tests | our backend | passed | failed, as listed below | cannot run here |\n"
-        "|---|---|---|---|---|\n"
-        "| the group one | chosen | 100 | 4 | 37 |\n"
-        "| the group two | not chosen; compared | 7 | 0 | 0 |\n"
-        "| all |  | 107 | 4 | 37 |\n"
-        "\nFailed:\n\n- 4: It has a bug.\n"
-    )
 
 
 def test_the_readme_has_the_table_of_the_expectations_files() -> None:

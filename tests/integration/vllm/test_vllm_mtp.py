@@ -773,21 +773,6 @@ def test_auto_is_the_cost_rules_choice_among_sizes_that_divide(
     assert 0 < plan.crossover < MOST_ROWS
 
 
-def test_auto_leaves_a_head_whole_that_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = head_cost.Rates(1e12, 1e15, 1e6, 1.0)
-    monkeypatch.setattr(head_cost, "rates_of", lambda device, element_bytes: rates)
-    plan = plan_of(_vllm_config("auto"), VOCAB, 4, CPU)
-    assert plan.size == 1
-    assert "not split" in plan.report(CPU)
-
-
-def test_the_report_says_what_is_read_before_and_after() -> None:
-    text = plan_of(_vllm_config(2), 129_280, 4, CPU).report(CPU)
-    assert "groups of 2" in text
-    assert "16.55 MB" in text  # 129280 rows of 32 floats
-    assert "8.274 MB" in text
-
-
 class Answers:
     """A group whose other ranks pass what a test says."""
 
