@@ -250,32 +250,6 @@ def serving(texts: Iterator[str]) -> Iterator[str]:
             thread.join()
 
 
-def test_metrics_have_names_units_and_labels(moments: list[Moment]) -> None:
-    _, _, last = moments
-    lines = last.metrics.splitlines()
-    assert [line.split()[2:4] for line in lines if line.startswith("# TYPE")] == [
-        [f"moe_nvlink_{name}_total", "counter"]
-        for name in ("rounds", "tokens", "bytes", "wait_seconds", "faults")
-    ]
-    stats = last.stats[1]
-    remote = stats.bytes_combined_remote
-    waited = stats.waited_ns[SLOW] / 1e9
-    for line in (
-        'moe_nvlink_rounds_total{ep_rank="1"} 1.0',
-        'moe_nvlink_tokens_total{ep_rank="1"} 2.0',
-        f'moe_nvlink_bytes_total{{ep_rank="1",place="remote",verb="combine"}} {remote:.1f}',
-        f'moe_nvlink_wait_seconds_total{{ep_rank="1",peer="2"}} {waited}',
-        'moe_nvlink_faults_total{ep_rank="1"} 0.0',
-    ):
-        assert any(set(_words(line)) == set(_words(each)) for each in lines), (line, lines)
-    assert not any('ep_rank="1",peer="1"' in line for line in lines)
-
-
-def _words(sample: str) -> list[str]:
-    """Its name, labels and value: prometheus_client writes labels in their own order."""
-    return re.split(r"[{},]\s*", sample)
-
-
 def test_the_watch_looks_by_itself_and_names_a_rank_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
