@@ -102,18 +102,6 @@ def test_a_compared_group_runs_twice_and_differs_where_the_plugin_matters(toys: 
     assert toys.run("--", "-k", "not compared")[0] == 0
 
 
-def test_the_fast_subset_is_of_the_groups_that_have_one(toys: Toys) -> None:
-    toys.expect()
-    group = toy_group("tests")
-    assert "none of these groups has a fast subset" in toys.run("--fast")[1]
-    toys.groups = (
-        replace(group, name="slow"),
-        replace(group, fast=("tests/test_a.py::test_good", "tests/test_b.py")),
-    )
-    code, printed = toys.run("--fast")
-    assert (code, printed.startswith("toy: 2 passed; as expected")) == (0, True)
-
-
 def test_a_test_that_only_one_side_collects_is_a_difference(tmp_path: Path) -> None:
     both = Ran((), {"t::a": "passed", "t::b": "failed"}, 1.0, tmp_path)
     assert cli.differences_of({True: both, False: both}) == []

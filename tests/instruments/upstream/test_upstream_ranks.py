@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.spawn import ProcessExitedException
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.upstream import breaks, settings
-from tests.upstream.adapt import modular_kernels, moe_layer, other_exchanges, ranks
+from tests.upstream.adapt import modular_kernels, moe_layer, other_exchanges
 from tests.upstream.run import HERE
 
 # Ranks, of a launcher that starts them as vLLM's do.
@@ -152,20 +151,6 @@ def test_skip_marks_for_another_library_alone_are_dropped() -> None:
     assert other_exchanges._asks_for_another(mark("Requires deep_ep kernels"))
     assert not other_exchanges._asks_for_another(mark("Need >= 2 GPUs"))
     assert not other_exchanges._asks_for_another(pytest.mark.parametrize("a", [1]).mark)
-
-
-def test_a_test_that_skips_itself_in_a_rank_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's launcher told its parent by a queue; here the exit code does."""
-    with pytest.raises(SystemExit) as ended:
-        other_exchanges._numbered(1, lambda *_: pytest.skip("no FP4"), 2, "1", ())
-
-    def spawn(*_: Any, **__: Any) -> None:
-        assert isinstance(ended.value.code, int)
-        raise ProcessExitedException("", 1, 1, ended.value.code)
-
-    monkeypatch.setattr(ranks, "spawn", spawn)
-    with pytest.raises(pytest.skip.Exception, match="rank 1 skips"):
-        other_exchanges.distributed_run(print, 2)
 
 
 def test_ranks_have_rows_and_routes_of_their_own() -> None:

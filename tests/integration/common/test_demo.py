@@ -68,18 +68,6 @@ def test_checkpoint_has_distinct_experts_and_repeats(tmp_path: Path, architectur
     assert other.read_bytes() != (tmp_path / "a" / "model.safetensors").read_bytes()
 
 
-def test_checkpoint_of_an_unknown_architecture(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'gpt2'.*glm4_moe.*qwen3_moe"):
-        write_checkpoint(tmp_path, "gpt2")
-
-
-def test_requests_are_ragged_and_repeat() -> None:
-    one = demo.make_requests(8, 512)
-    assert one == demo.make_requests(8, 512)
-    assert len({len(prompt) for prompt in one.prompts}) > 3
-    assert len(set(one.max_tokens)) > 3
-
-
 def test_verdict_is_good_when_all_is_equal_and_counted() -> None:
     assert failures() == []
     assert demo.conclude([], Path()) == 0
@@ -93,14 +81,6 @@ def test_verdict_names_a_wrong_token() -> None:
     table = report.answers_table(PROMPTS, wrong, ANSWERS)
     assert "DIFFERENT from token 3" in table
     assert "99" in table
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "at"),
-    [([], [], None), ([1, 2], [1, 2], None), ([1, 2], [1], 1), ([1], [1, 2], 1), ([3], [4], 0)],
-)
-def test_first_difference(one: list[int], other: list[int], at: int | None) -> None:
-    assert report.first_difference(one, other) == at
 
 
 def test_verdict_notices_layers_that_took_another_way() -> None:
@@ -137,18 +117,6 @@ def test_stats_are_waited_for_until_they_are_quiet(tmp_path: Path) -> None:
     (rank,) = report.wait_for_stats(tmp_path, quiet_s=0.6, limit_s=10.0)
     assert rank.tokens == 7
     assert report.wait_for_stats(tmp_path / "empty", quiet_s=0.2, limit_s=0.4) == []
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("(Worker pid=7) INFO 11-21 01:31:39 [loader.py:501] Loading took 1 s", "Loading took 1 s"),
-        ("no prefix at all", "no prefix at all"),
-        ("", ""),
-    ],
-)
-def test_log_lines_are_shown_without_prefix(line: str, message: str) -> None:
-    assert demo._message(line) == message
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
