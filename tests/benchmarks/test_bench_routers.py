@@ -189,15 +189,6 @@ def test_traffic_counts_what_the_reference_sends() -> None:
     assert found.mean_put_bytes("combine") == sum(found.put_rows) / 3 * 16
 
 
-@pytest.mark.parametrize(
-    ("combine", "row_bytes"),
-    [("fp8_block", 256 + 2 * 4), ("nvfp4", 128 + 16 + 4), ("fp8_tensor", 256)],
-)
-def test_combine_formats_have_their_bytes(combine: str, row_bytes: int) -> None:
-    chosen = small("uniform", hidden_size=256, combine=combine)
-    assert accounting.traffic(chosen, 1).combine_row_bytes == row_bytes
-
-
 # Rows.
 
 

@@ -286,23 +286,6 @@ def test_without_an_environment_one_learns_how_to_get_it(
     assert str(interpreter()) == str(missing)
 
 
-def test_bytes_of_every_recipe_are_counted_as_stated() -> None:
-    """The table of the recipes, at hidden size 7168."""
-    measured = formats.measure(num_tokens=8)
-    assert {one.name: one.per_token for one in measured} == {
-        "bf16": 14336,
-        "fp8_block": 7168 + 224,
-        "fp8_token": 7172,
-        "fp8_tensor": 7168,
-        "mxfp8": 7392,
-        "nvfp4": 4032,
-    }
-    assert report.formats_failures(measured) == []
-    lines = report.formats_table(measured).splitlines()
-    assert lines[1].split()[:3] == ["bf16", "14,336", "100.0%"]
-    assert lines[-1].split()[:3] == ["nvfp4", "4,032", "28.1%"]
-
-
 def test_verdict_names_a_recipe_that_moved_more_than_it_says() -> None:
     heavy = formats.RecipeBytes("mxfp8", rows=10, dispatched=10 * 7500, choices=32, stated=7392)
     assert report.formats_failures([heavy]) == [
