@@ -26,14 +26,14 @@ def test_compared():
 """
 FILE = """\
 toy:
-  - tests: "*test_bad*"
-    count: 2
-    outcome: failed
+  - outcome: failed
     reason: The toy is so.
     says: of the toy
-  - tests: "*::test_*"
-    count: {count}
-    outcome: passed
+    tests:
+      "*test_bad*": 2
+  - outcome: passed
+    tests:
+      "*::test_*": {count}
 """
 
 

@@ -109,10 +109,9 @@ def test_the_first_rule_that_fits_counts() -> None:
 
 
 def entry(**changes: object) -> str:
-    """A rule's YAML: a valid failure with changed or removed keys."""
+    """A block's YAML: a valid failure with changed or removed keys."""
     keys: dict[str, object] = {
-        "tests": "t.py::a",
-        "count": 1,
+        "tests": "{t.py::a: 1}",
         "outcome": "failed",
         "reason": "So.",
         "says": "x",
@@ -125,11 +124,12 @@ def entry(**changes: object) -> str:
     ("text", "words"),
     [
         (entry(outcome="skipped"), "outcome"),
-        (entry(count=0), "count"),
-        (entry(count="two"), "count"),
+        (entry(tests="{t.py::a: 0}"), "t.py::a"),
+        (entry(tests="{t.py::a: two}"), "t.py::a"),
+        (entry(tests="{}"), "tests"),
         (entry(tests=None), "tests"),
-        (entry(reason=None), "needs a `reason`"),
-        (entry(says=None), "needs `says`"),
+        (entry(reason=None), "need a `reason`"),
+        (entry(says=None), "need `says`"),
         (entry(run="false"), "`run: false` goes with `cannot run`"),
         (entry(because="x"), "because"),
         ("- words", "dict"),
