@@ -1073,18 +1073,10 @@ def test_no_rank_drafts_another_number_of_tokens(drafting: Path) -> None:
     assert config.speculative_config.num_speculative_tokens_per_batch_size is None
 
 
-def test_probabilistic_drafts_keep_their_logits(drafting: Path) -> None:
-    config = _create(drafting, 2, speculative_config={"draft_sample_method": "probabilistic"})
-    assert not config.speculative_config.use_local_argmax_reduction
-    assert plan_of(config, 500, 4, CPU).full_logits
-
-
 @pytest.mark.parametrize(
     ("size", "values", "words"),
     [
         (3, {}, ["mtp_lm_head_tp_size=3", "--data-parallel-size 4"]),
-        (0, {}, ["mtp_lm_head_tp_size=0"]),
-        (2, {"tensor_parallel_size": 2}, ["--tensor-parallel-size 2"]),
         (2, {"pipeline_parallel_size": 2}, ["--pipeline-parallel-size 2 with --specu"]),
         (2, {"dtype": "bfloat16", "hf_overrides": {"head_dtype": "float32"}}, ["head_dtype"]),
     ],
