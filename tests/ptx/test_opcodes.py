@@ -175,9 +175,9 @@ mad.lo.u32 %r0, %r0, %r1, %r2;
     lines = [index]
     lines.append(f"mul.wide.u32 %offset, %r0, {8 * len(_SPECIAL)};")
     lines.append("add.s64 %result, %results, %offset;")
-    for index, name in enumerate(_SPECIAL):
+    for number, name in enumerate(_SPECIAL):
         lines += [f"mov.u32 %r3, {name};", "cvt.u64.u32 %word0, %r3;"]
-        lines.append(f"st.global.u64 [%result+{8 * index}], %word0;")
+        lines.append(f"st.global.u64 [%result+{8 * number}], %word0;")
     return one.entry("special", "\n".join(lines))
 
 
