@@ -164,7 +164,7 @@ test: lint $(VENV)/nvrtc-$(OLDEST_NVRTC) $(OTHER_FRAMEWORKS)
 test-long: env $(VENV)/nvrtc-$(OLDEST_NVRTC) $(OTHER_FRAMEWORKS)
 	@$(PY) -m pytest -n 2 -m long --record $(if $(SHARD),--shard $(SHARD)) $(PYTEST_ARGS)
 
-# --fast, --group NAME, --gpu N, --list and more in UPSTREAM_ARGS; each outcome must be as expected.
+# --fast, --group NAME, --list and more in UPSTREAM_ARGS; each outcome must be as expected.
 upstream-tests: env
 	@$(PY) -m tests.upstream $(UPSTREAM_ARGS)
 

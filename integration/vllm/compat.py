@@ -154,7 +154,8 @@ BY_HAND: dict[str, tuple[Touched, ...]] = {
     ),
     "plugin.cuda_communicator": use(
         f"{_COMM}.cuda_communicator",
-        "CudaCommunicator.destroy() CudaCommunicator.checkpoint_prepare() "
+        "CudaCommunicator.destroy()",
+        "CudaCommunicator.checkpoint_prepare()",
         "CudaCommunicator.checkpoint_restore()",
     ),
     "plugin.flag": patch(

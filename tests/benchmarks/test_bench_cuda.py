@@ -141,17 +141,6 @@ def test_a_graph_that_does_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         emulated.measure(options, 3, clock, backend)
 
 
-def test_backends_that_need_processes_are_left_out_or_refused() -> None:
-    left_out: list[str] = []
-    options = dataclasses.replace(SMALL, backends=("moe_nvlink", "nccl_gather", "flashinfer"))
-    assert [row["backend"] for row in emulated.run(options, not_measured=left_out)] == [
-        "moe_nvlink"
-    ]
-    assert [text.split(":")[0] for text in left_out] == ["nccl_gather", "flashinfer"]
-    with pytest.raises(OptionError, match="nccl_gather cannot run here: needs a process"):
-        emulated.run(options, explicit=True)
-
-
 def test_a_batch_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     right = emulated.make_inputs
 
@@ -251,21 +240,6 @@ def test_kernels_of_whom_nobody_knows_are_not_told(
 
     with pytest.raises(ValueError, match="saw 40 flushes"):
         clock.kernels(body)
-
-
-def test_figures_outlive_a_profiler_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(body: Any, before: Any = None) -> Any:
-        raise RuntimeError("no CUPTI")
-
-    options, clock = (
-        dataclasses.replace(SMALL, kernel_breakdown=True),
-        cuda_clock.Clock("cpu", 2, 0),
-    )
-    monkeypatch.setattr(clock, "kernels", failing)
-    with contextlib.closing(emulated.make_backend(options)) as backend:
-        (row,) = emulated.measure(options, 3, clock, backend)
-    assert row["not_profiled"] == "no CUPTI"
-    assert row["both"]["median_us"] > 0
 
 
 # Ours, launched as a peer is.
@@ -450,34 +424,6 @@ def test_the_release_that_was_read_takes_our_calls(
     (call,) = combine.calls
     other = combine._replace(calls=(call._replace(keywords=(*call.keywords, "is_gone")),))
     assert "is_gone" in source.complaints(other)
-
-
-def test_another_interface_is_refused_by_name(
-    fake: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(fake_flashinfer, "moe_a2a_combine")
-    with pytest.raises(api_module.DriftError) as raised:
-        api_module.load()
-    text = str(raised.value)
-    assert "cannot be called as 0.7.2.post1" in text
-    assert "moe_a2a_combine" in text
-
-
-def test_what_flashinfer_cannot_do(
-    fake: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    good = dataclasses.replace(WITH_PEER, device="cuda")
-    assert emulated.unavailable("flashinfer", good) is None
-    for changes, said in (
-        ({"ep_size": 33, "num_experts": 66}, "33 emulated ranks need a stream each"),
-        ({"top_k": 23, "num_experts": 64}, "top_k=23, and its kernels take at most 22"),
-        ({"combine": "fp8_block", "hidden_size": 128}, "it has no combine in fp8_block"),
-        ({"device": "rehearsal"}, "need a GPU"),
-    ):
-        reason = emulated.unavailable("flashinfer", dataclasses.replace(good, **changes))
-        assert reason is not None
-        assert said in reason
 
 
 def test_ours_is_measured_where_flashinfer_does_not_load(

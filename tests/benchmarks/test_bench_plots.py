@@ -12,10 +12,9 @@ import pytest
 from benchmarks.moe_comm import plots
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ROOT = Path(__file__).resolve().parents[2]
+
 BATCHES = (1, 16, 128)
 SLOWER = {"moe_nvlink": 1.0, "gloo_gather": 9.0, "all_to_all": 3.0}
 
@@ -66,67 +65,7 @@ def figures() -> dict[str, Figure]:
     return plots.figures_of(result())
 
 
-def panels(figure: Figure) -> list[Axes]:
-    return [axes for axes in figure.axes if axes.axison]
-
-
-def labels(figure: Figure) -> list[str]:
-    return [entry.get_text() for legend in figure.legends for entry in legend.get_texts()]
-
-
-def points(axes: Axes, label: str) -> list[tuple[float, float]]:
-    """Of a line, or of the middle of its error bars."""
-    for container in axes.containers:
-        if container.get_label() == label:
-            return [tuple(point) for point in container[0].get_xydata().tolist()]
-    (line,) = (line for line in axes.lines if line.get_label() == label)
-    return [tuple(point) for point in line.get_xydata().tolist()]  # type: ignore[union-attr]
-
-
 # ---- bench_moe_comm.
-
-
-def test_latency_shows_medians_quartiles_and_tails(figures: dict[str, Figure]) -> None:
-    assert set(figures) == {"latency", "bandwidth"}
-    figure = figures["latency"]
-    assert [axes.get_title() for axes in panels(figure)] == [
-        "dispatch",
-        "combine",
-        "dispatch + combine",
-    ]
-    for factor, axes in zip((1, 2, 3), panels(figure), strict=True):
-        assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-        assert "us" in axes.get_ylabel()
-        assert axes.get_xlabel() == "tokens per rank"
-        for backend, slower in SLOWER.items():
-            found = points(axes, f"{backend}: median, quartiles")
-            assert found == [(n, factor * slower * (50 + n)) for n in BATCHES]
-        errorbar: Any = axes.containers[0]
-        whiskers = errorbar.lines[2][0].get_segments()
-        assert whiskers[0][:, 1].tolist() == pytest.approx([0.9 * factor * 51, 1.25 * factor * 51])
-        tails: list[Any] = [line for line in axes.lines if line.get_label() == "_p95"]
-        assert len(tails) == 3
-        assert list(tails[0].get_ydata()) == [2 * factor * (50 + n) for n in BATCHES]
-    assert len(labels(figure)) == 3
-    title, ranks, origin = figure.get_suptitle().splitlines()
-    assert title.endswith("256 experts, uniform router, bf16 / bf16")
-    assert ranks == "CPU ranks: processes on 3 cores"
-    assert origin == "A CPU  |  2026-01-02  |  commit abc1234"
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"device": "cpu"}, "CPU ranks: processes on 3 cores"),
-        ({"device": "cuda", "emulate_ranks": True}, "ranks emulated on one GPU (A GPU): no NVLink"),
-        ({"device": "cuda", "emulate_ranks": False}, "one GPU a rank (A GPU)"),
-        ({"device": "rehearsal"}, "REHEARSAL on CPU threads: no GPU, times mean nothing"),
-    ],
-)
-def test_titles_say_what_kind_of_ranks(options: dict[str, Any], said: str) -> None:
-    made = result(options=options)
-    made["machine"] = made["machine"] | {"gpu": "A GPU"}
-    assert plots.ranks_of(made) == said
 
 
 # ---- Files.

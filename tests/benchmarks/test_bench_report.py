@@ -112,12 +112,6 @@ def test_this_repository_says_what_its_results_say(
     assert report.main(["--check"]) == 0, capsys.readouterr()
 
 
-def test_each_block_stands_in_one_document() -> None:
-    blocks = ["goals", *report.TABLES, *report.PLOTS]
-    texts = "".join((ROOT / document).read_text() for document in report.DOCUMENTS)
-    assert sorted(re.findall(r'cog block\("(.*?)"\)', texts)) == sorted(blocks)
-
-
 #: A measured number with its unit, in prose; a table's cell that is a number.
 MEASURED = re.compile(
     r"\b\d[\d.,]*\s?(?:us|ms|microseconds|milliseconds|GB/s|tokens/s|tokens per second)\b"
@@ -176,16 +170,6 @@ def test_a_result_file_that_is_gone(checkout: Path, capsys: pytest.CaptureFixtur
     assert "latency.png: no result file is there" in said.err
 
 
-def test_a_newer_result_file(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(checkout, "2031-01-02-cpu-moe-comm.json", comm(777.0, 900.0))
-    assert report.main(["--check"]) != 0
-    said = capsys.readouterr()
-    assert "| 777, 777, 777 |" in said.out
-    assert "latency.png: drawn from" in said.err
-    assert report.main([]) == 0
-    assert report.main(["--check"]) == 0
-
-
 def test_plots_that_are_missing_outdated_or_nobodys(checkout: Path) -> None:
     def problems() -> str:
         return "\n".join(report.problems(load()))
@@ -225,27 +209,6 @@ def test_a_result_that_does_not_say_where_it_is_from(checkout: Path, field: str)
 
 
 # --- tables and goals of planted figures ----------------------------------------------------------
-
-
-def test_table_of_bench_moe_comm(checkout: Path) -> None:
-    path = write(checkout, "2031-01-02-cpu-moe-comm.json", comm(200.0, 1800.0))
-    result = next(one for one in load() if one.path.name == path.name)
-    text, notes = tables.moe_comm(result).split("\n\n- ")
-    assert "4 ranks, hidden size 7168, top_k 8, 256 experts, bfloat16" in text
-    assert "one rank a process" in text
-    assert "commit abc ([result file](benchmarks/results/2031-01-02-cpu-moe-comm.json))" in text
-    heads, _, batch = text.splitlines()[-3:]
-    assert [head.strip() for head in heads.strip("|").split("|")] == [
-        "tokens per rank",
-        "**moe_nvlink**: dispatch, combine, both us",
-        "of ceiling",
-        "gloo all-gather + reduce-scatter: dispatch, combine, both us",
-        "both, times ours (quartiles)",
-    ]
-    times = ["200, 200, 200", "5%", "1800, 1800, 1800", "9.00 (9.00..9.00)"]
-    assert [cell.strip() for cell in batch.strip("|").split("|")] == ["128", *times]
-    assert "Ceiling: memcpy." in notes
-    assert "what gloo_gather is spared" in notes
 
 
 #: The goals of FlashInfer's dispatch; those of its combine and of its bandwidth come next.
@@ -324,19 +287,6 @@ def test_goals_of_a_gpu_are_of_that_gpu(here: Path) -> None:
     assert verdicts()[DISPATCH + 2][0] == "not measured"
 
 
-def test_a_table_of_any_gpu(here: Path) -> None:
-    table = report.TABLES["gpu-all"]
-    for kind in ("cpu", "rehearsal"):
-        write(here, f"2031-01-03-{kind}-moe-comm.json", comm(5.0, 10.0))
-    assert "Not measured yet" in table.text("gpu-all", Path("README.md"))
-    result = comm(5.0, 10.0)
-    result["machine"]["gpu"] = "NVIDIA H100 80GB HBM3"
-    write(here, "2031-01-02-h100-moe-comm.json", result)
-    text = table.text("gpu-all", Path("README.md"))
-    assert "2031-01-02-h100-moe-comm.json" in text
-    assert "NVIDIA H100 80GB HBM3" in text
-
-
 def test_a_second_set_of_one_day_is_newer(here: Path) -> None:
     for name in ("h200", "h200-2", "h200-10", "cpu-3"):
         write(here, f"2031-01-02-{name}-moe-comm.json", comm(5.0, 10.0))
@@ -351,76 +301,6 @@ def test_what_is_no_whole_result_lies_in_a_folder(here: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "2031-01-02-h200-recipes.json").write_text('{"incomplete": "cut"}')
     assert load() == []
-
-
-def of_one_launch(us: float, *, small: bool, **more: Any) -> dict[str, Any]:
-    asked = options.Options(backends=("moe_nvlink",), batches=(4,), iters=4, **EMULATED)
-    row = planted(asked, "moe_nvlink", us, 4) | {"launch": "one", "is_small": small} | more
-    return written(asked, [row], gpu="NVIDIA H200")
-
-
-def test_both_kinds_of_kernels_of_one_run(here: Path) -> None:
-    pair = report.TABLES["gpu-small-two"]
-    assert "Not measured yet" in pair.text("gpu-small-two", Path("README.md"))
-    write(here, "2031-01-02-h200-two-ranks.json", of_one_launch(5.0, small=True))
-    write(here, "2031-01-02-h200-two-ranks-bulk.json", of_one_launch(10.0, small=False))
-    batch = pair.text("gpu-small-two", Path("README.md")).splitlines()[-1]
-    assert batch == "| 4 | for small batches" + 3 * " | 5 / 10 (0.50)" + " |"
-    write(here, "2031-01-02-h200-two-ranks.json", of_one_launch(12.0, small=False))
-    assert "| bulk again | 12 / 10 " in pair.text("gpu-small-two", Path("README.md"))
-    write(here, "2031-01-02-h200-two-ranks.json", of_one_launch(5.0, small=True, launch="other"))
-    assert "for small batches" not in pair.text("gpu-small-two", Path("README.md"))
-    write(here, "2031-01-02-h200-2-two-ranks-bulk.json", of_one_launch(10.0, small=False))
-    with pytest.raises(ReportError, match=r"no 2031-01-02-h200-2-two-ranks\.json beside it"):
-        pair.text("gpu-small-two", Path("README.md"))
-
-
-def test_a_combine_for_large_batches_in_a_small_one(here: Path) -> None:
-    few = of_one_launch(5.0, small=True, combine_is_small=False)
-    write(here, "2031-01-02-h200-two-ranks.json", few)
-    write(here, "2031-01-02-h200-two-ranks-bulk.json", of_one_launch(10.0, small=False))
-    text = report.TABLES["gpu-small-two"].text("gpu-small-two", Path("README.md"))
-    assert "| 4 | for small batches in dispatch alone | 5 / 10 " in text
-    write(here, "2031-01-02-h200-moe-comm.json", few)
-    text = report.TABLES["gpu-all"].text("gpu-all", Path("README.md"))
-    assert "| 4 | for small batches in dispatch alone | 5, 5, 5 |" in text
-
-
-def test_recipes_on_a_gpu(here: Path) -> None:
-    def row(name: str, us: float, verb: str = "dispatch", **more: Any) -> dict[str, Any]:
-        spans = {"median_us": us, "q25_us": us - 1, "q75_us": us + 1, "wire_bytes_per_token": 9.0}
-        return {"tokens": 16, "verb": verb, "name": name} | spans | more
-
-    twice, shown = {"ratio": 2.0, "q25": 1.5, "q75": 2.5}, "2.00 (1.50..2.50)"
-    given = [
-        row("bf16", 20.0, times_bf16=twice),
-        row("mxfp8 fused", 10.0, times_bf16=twice, over_quantiser=twice),
-        row("mxfp8 given rows", 8.0, times_bf16=twice),
-        row("mxfp8 quantiser alone", 5.0, times_bf16=twice),
-        row("bf16", 21.0),
-        row("bf16", 30.0, "combine"),
-        row("nvfp4", 60.0, "combine", times_bf16=twice),
-    ]
-    options: dict[str, Any] = {"ep_size": 8, "hidden_size": 7168, "top_k": 8, "num_experts": 256}
-    options |= {"dtype": "bfloat16", "iterations": 4}
-    file = {"machine": MACHINE | {"gpu": "NVIDIA H200"}, "options": options, "rows": given}
-    write(here, "2031-01-02-h200-recipes.json", file)
-    lines = report.TABLES["recipes-gpu"].text("recipes-gpu", Path("README.md")).splitlines()
-    estimate = lines[-5:]
-    assert estimate[0].startswith("*Estimate, no measurement*, of combine with 8 GPUs")
-    assert estimate[0].endswith("us of work more, us of bytes less, of all bytes:")
-    # 30 us for 8 ranks; as many bytes as bf16.
-    assert estimate[2:] == [
-        "| combine | 16 tokens |",
-        "|---|---|",
-        "| nvfp4 | 3.8, 0.0, 0.0 |",
-    ]
-    assert lines[-10:-6] == [
-        "| dispatch | bf16 | 9 | 20 |  |  |  |",
-        f"| dispatch | mxfp8 | 9 | 10; {shown} | 8 | 5 | {shown} |",
-        "| combine | bf16 | 9 | 30 |  |  |  |",
-        f"| combine | nvfp4 | 9 | 60; {shown} |  |  |  |",
-    ]
 
 
 EMULATED: dict[str, Any] = {
@@ -447,22 +327,6 @@ def test_a_goal_is_judged_where_both_were_launched_alike(here: Path) -> None:
     assert verdicts()[DISPATCH] == ("not measured", "")
     (result,) = load()
     assert tables.moe_comm(result).count("| not comparable |") == 1
-
-
-def test_ours_in_one_launch_stands_beside_what_is_compared(here: Path) -> None:
-    asked = options.Options(batches=(64,), iters=4, **EMULATED)
-    ours = planted(asked, "moe_nvlink", 5.0, 64) | {"launch": "branches"}
-    alone = planted(asked, "moe_nvlink_one_launch", 4.0, 64) | {"launch": "one launch"}
-    theirs = planted(asked, "flashinfer", 10.0, 64) | {"launch": "branches"}
-    text = tables.moe_comm(Result(here, written(asked, [ours, alone, theirs])))
-    heads, _, batch = (line.strip("| ").split(" | ") for line in text.splitlines()[2:5])
-    assert dict(zip(heads[1:], batch[1:], strict=True)) == {
-        "**moe_nvlink**, branches: dispatch, combine, both us": "5, 5, 5",
-        "of ceiling": batch[2],
-        "FlashInfer moe_a2a, branches: dispatch, combine, both us": "10, 10, 10",
-        "both, times ours (quartiles)": "2.00 (2.00..2.00)",
-        "**moe_nvlink**, one launch: dispatch, combine, both us": "4, 4, 4",
-    }
 
 
 def test_a_result_of_a_run_that_did_not_end_is_refused(

@@ -27,20 +27,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 # The command line.
 
 
-def test_options_of_the_reference() -> None:
-    found = parsed(
-        *("--ep_size", "8", "--backend", "MOE_NVLINK", "--profile", "gpt_oss", "--perfect_router"),
-        *("-b", "1", "-e", "1024", "-f", "2", "--iters", "30", "--warmup", "3", "--iter_stats"),
-        *("--kernel_breakdown", "--max_num_tokens_per_rank", "2048", "--random_seed", "7"),
-    )
-    assert found.batches == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-    assert (found.hidden_size, found.top_k, found.num_experts) == (2880, 4, 128)
-    assert (found.router, found.backends, found.ep_size) == ("perfect", ("moe_nvlink",), 8)
-    assert (found.iters, found.warmup, found.max_tokens, found.seed) == (30, 3, 2048, 7)
-    assert found.iter_stats
-    assert found.kernel_breakdown
-
-
 def test_command_lines_of_tensorrt_llm() -> None:
     """As its post has it, and with the options for what travels."""
     found = parsed(
@@ -201,15 +187,6 @@ def test_traffic_counts_what_the_reference_sends() -> None:
     assert found.put_bytes("dispatch", 1) == found.put_rows[1] * (12 + 32)
     assert found.mean_wire_bytes("both") == sum(found.wire_rows) / 3 * (12 + 32 + 16)
     assert found.mean_put_bytes("combine") == sum(found.put_rows) / 3 * 16
-
-
-@pytest.mark.parametrize(
-    ("combine", "row_bytes"),
-    [("fp8_block", 256 + 2 * 4), ("nvfp4", 128 + 16 + 4), ("fp8_tensor", 256)],
-)
-def test_combine_formats_have_their_bytes(combine: str, row_bytes: int) -> None:
-    chosen = small("uniform", hidden_size=256, combine=combine)
-    assert accounting.traffic(chosen, 1).combine_row_bytes == row_bytes
 
 
 # Rows.

@@ -12,7 +12,6 @@ import pytest
 
 from moe_nvlink_plugin import env, frameworks
 from moe_nvlink_plugin.frameworks import Framework
-from moe_nvlink_plugin.tools import cli
 from moe_nvlink_plugin.tools.doctor import inquiry, report
 
 
@@ -50,18 +49,6 @@ def test_advice_names_whose_it_is(told: list[Framework]) -> None:
     assert frameworks.named("flag") == "One and Three"
 
 
-def test_variables_say_who_reads_them(told: list[Framework]) -> None:
-    assert frameworks.variables() == env.VARIABLES
-    told += [
-        Framework("One", variables={"MOE_NVLINK_PDL": "", "MOE_NVLINK_CXX": "One takes clang++"}),
-        Framework("Two", variables={"MOE_NVLINK_PDL": ""}),
-    ]
-    table = frameworks.variables()
-    assert table["MOE_NVLINK_PDL"] == ("1", f"One, Two: {env.VARIABLES['MOE_NVLINK_PDL'][1]}")
-    meaning = env.VARIABLES["MOE_NVLINK_CXX"][1]
-    assert table["MOE_NVLINK_CXX"] == ("g++", f"{meaning}; One takes clang++")
-
-
 def test_ours_speak_of_variables_that_exist() -> None:
     for one in frameworks.installed():
         assert set(one.variables) <= set(env.VARIABLES)
@@ -87,19 +74,6 @@ def test_an_adapter_of_others_is_in_the_report(told: list[Framework]) -> None:
     assert "Other takes one plugin: OTHER chooses" in text
     assert f"Other: pytest {pytest.__version__} will do" in text
     assert "SGLang" not in text
-
-
-def test_top_says_whose_servers_it_reads(
-    told: list[Framework], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def shown() -> str:
-        with pytest.raises(SystemExit):
-            cli.main(["top", "--help"])
-        return " ".join(capsys.readouterr().out.split())
-
-    assert "from the metrics of one or several servers, and again" in shown()
-    told.append(Framework("Other", advice={frameworks.METRICS: ""}))
-    assert "from the metrics of one or several Other servers, and again" in shown()
 
 
 class Careless:

@@ -182,16 +182,6 @@ def test_the_demo_runs_from_the_checkout_beside_an_installed_wheel(
     assert printed(installed, tmp_path, "-c", code) == "None\n"
 
 
-@pytest.mark.parametrize(
-    ("group", "attribute"),
-    [("vllm.platform_plugins", "platform_plugin"), ("vllm.general_plugins", "register")],
-)
-def test_vllm_finds_us(group: str, attribute: str) -> None:
-    (found,) = metadata.entry_points(group=group, name="moe_nvlink")
-    assert found.value == f"{PACKAGE}.integration.vllm:{attribute}"
-    assert callable(found.load())
-
-
 def test_sglang_finds_us() -> None:
     """SGLang loads the function in every process, where none of its modules need be importable."""
     (found,) = metadata.entry_points(group="sglang.srt.plugins", name="moe_nvlink")

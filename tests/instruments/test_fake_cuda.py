@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import ctypes
 import functools
 import os
@@ -289,19 +288,6 @@ extern "C" __global__ void moe_nvlink_dispatch(Args args) {
 }
 extern "C" __global__ void moe_nvlink_drifted(Drifted args) { *args.word += args.more; }
 extern "C" __global__ void moe_nvlink_large(Large args) { *args.word = args.bytes[31991]; }
-extern "C" __global__ void __launch_bounds__(96) moe_nvlink_bounded(int* word) { *word = 1; }
-extern "C" __global__ void moe_nvlink_many_registers(float* rows) {
-  float each[200];
-  for (int i = 0; i < 200; ++i) each[i] = rows[i * 1024 + threadIdx.x];
-  __syncthreads();
-  for (int i = 0; i < 200; ++i) rows[i * 1024 + threadIdx.x] = each[199 - i] * each[i];
-}
-extern "C" __global__ void moe_nvlink_shared(int* word) {
-  __shared__ int some[10000];
-  some[threadIdx.x] = word[threadIdx.x];
-  __syncthreads();
-  word[threadIdx.x] = some[9999 - threadIdx.x];
-}
 """
 
 
@@ -476,39 +462,6 @@ def arguments_body(address: int, word: ctypes.c_uint64) -> None:
 
 
 # What an SM holds.
-
-
-def test_occupancy(with_kernels: Callable[..., Any]) -> None:
-    with_kernels(occupancy_body)
-
-
-def occupancy_body(_rank: int, _size: int) -> None:
-    """Registers and shared memory are the cubin's; a launch that they have no room for fails."""
-    attribute = driver.api().CUfunction_attribute
-    with driver.on_device(0):
-        many, bounded = function("many_registers"), function("bounded")
-        registers = driver.call("cuFuncGetAttribute", attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, many)
-        assert registers > 65536 // 1024
-        most = attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
-        assert driver.call("cuFuncGetAttribute", most, bounded) == 96
-        limit = driver.call("cuFuncGetAttribute", most, many)
-        assert limit == 16384 // (-(-registers // 8) * 8 * 32) * 4 * 32 < 1024
-        assert occupancy(many, limit) == 1
-        assert occupancy(many, limit + 1) == 0
-        shared = attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
-        assert driver.call("cuFuncGetAttribute", shared, function("shared")) == 40000
-        assert occupancy(function("shared"), 32) == 228 * 1024 // 41088, "1 KiB is the driver's"
-        word, _ = words()
-        kernels = ((many, limit + 1), (bounded, 97))
-        for kernel, threads in kernels:
-            launch = launch_of(configured(block=(threads, 1, 1)), kernel, _Args(word, 0))
-            refused("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", *launch)
-        driver.call("cuMemFreeHost", word)
-
-
-def occupancy(kernel: Any, threads: int) -> int:
-    query = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
-    return int(driver.call(query, kernel, threads, 0))
 
 
 #: (threads, registers, static shared bytes) -> CTAs on 9.0, 10.3 and 12.0; what NVIDIA's
@@ -776,50 +729,3 @@ def sticky_body(_rank: int, _size: int) -> None:
 
 
 # Versions.
-
-
-@pytest.mark.parametrize(
-    ("version", "missing"),
-    [(13000, []), (12030, ["cuFuncLoad"]), (11030, ["cuFuncLoad", "cuDeviceGetUuid"])],
-)
-def test_an_old_driver_has_fewer_functions(
-    version: int, missing: list[str], fake: Callable[..., Any]
-) -> None:
-    assert fake(missing_body, driver=version) == missing
-
-
-def missing_body(_rank: int, _size: int) -> list[str]:
-    missing = []
-    for name, argument in (("cuFuncLoad", driver.api().CUfunction(0)), ("cuDeviceGetUuid", 0)):
-        try:
-            with contextlib.suppress(DriverError):
-                driver.call(name, argument)
-        except UnsupportedError:
-            missing.append(name)
-    return missing
-
-
-def test_versions_of_functions(fake: Callable[..., Any]) -> None:
-    fake(versions_body, driver=13000)
-
-
-def versions_body(_rank: int, _size: int) -> None:
-    """As cuGetProcAddress's manual has it."""
-    query = driver.api().CUdriverProcAddressQueryResult
-    found, missing, older = (
-        getattr(query, f"CU_GET_PROC_ADDRESS_{name}")
-        for name in ("SUCCESS", "SYMBOL_NOT_FOUND", "VERSION_NOT_SUFFICIENT")
-    )
-    for name, version, expected in (
-        ("cuMemCreate", 10020, found),
-        ("cuMemCreate", 13000, found),
-        ("cuMemCreate", 10010, older),
-        ("cuDeviceGetUuid", 11030, older),  # what it was then is not here
-        ("cuCtxSynchronize", 12090, found),
-        ("cuCtxSynchronize", 13000, older),  # then it takes a context
-        ("cuMemCreat", 13000, missing),
-        ("cuMem", 13000, missing),
-    ):
-        address, status = driver.call("cuGetProcAddress", name.encode(), version, 0)
-        assert (status, bool(address)) == (expected, expected == found), (name, version)
-    refused("CUDA_ERROR_INVALID_VALUE", "cuGetProcAddress", b"cuMemCreate", 13010, 0)

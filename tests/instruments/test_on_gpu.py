@@ -123,15 +123,6 @@ def outcomes_of(stage: str) -> list[str]:
     return [step.name for group in STAGES[stage].steps for step in group]
 
 
-def test_without_a_compiler(tmp_path: Path) -> None:
-    """What a rehearsal itself needs; on a GPU only the launch benchmark does."""
-    names = ("launch", "synccheck")
-    status, said = run(tmp_path, "--rehearse", "again", *names, MOE_NVLINK_CXX="no-such-compiler")
-    assert status == 2, said
-    assert "'no-such-compiler' not found" in said
-    assert "nothing could run: the stand-in for the driver could not be built" in said
-
-
 # What the plan promises.
 
 
@@ -200,18 +191,6 @@ def test_without_a_gpu(tmp_path: Path) -> None:
     assert re.search(r"^commit   89abcde-dirty$", said, re.MULTILINE), "not of the copy's history"
     (summary,) = tmp_path.glob("*-gpu-smoke.json")
     assert "no CUDA device" in json.loads(summary.read_text())["nothing_could_run"]
-
-
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="a copy without its history")
-def test_the_commit_is_carried(tmp_path: Path) -> None:
-    def git(*arguments: str) -> str:
-        return subprocess.check_output(["git", *arguments], cwd=ROOT, text=True).strip()
-
-    carry = ["bash", str(ROOT / "benchmarks/carry.sh"), "--commit"]
-    subprocess.run(carry, env=os.environ | {"CARRY": str(tmp_path)}, check=True)
-    dirty = "-dirty" if git("diff", "--name-only", "HEAD") else ""
-    assert (tmp_path / "commit").read_text() == f"{git('rev-parse', '--short', 'HEAD')}{dirty}\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["commit"]
 
 
 # Steps that go wrong.
@@ -364,11 +343,6 @@ def test_an_archive_that_would_be_too_large(
     assert stages.pack(tmp_path / "results", tmp_path / "x-gpu-y.tar.gz") == ["large.ncu-rep"]
     assert result(tmp_path, "bench", "gpu") == int("1" * 20)
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_what_a_gpu_is_called_in_file_names() -> None:
-    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GeForce RTX 4090", "a GPU", None)
-    assert [stages.slug(name) for name in names] == ["h100", "h200", "4090", "agpu", "gpu"]
 
 
 TESTS = """

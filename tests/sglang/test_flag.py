@@ -38,17 +38,6 @@ def test_our_name_is_taken_and_a_bogus_one_is_not(
         assert f"invalid choice: '{bogus}'" in capsys.readouterr().err
 
 
-def test_the_help_shows_it_for_both_flags(parser: argparse.ArgumentParser) -> None:
-    shown = parser.format_help()
-    for option in FLAGS:
-        (choices,) = {
-            line.split("{", 1)[1].split("}", 1)[0]
-            for line in shown.splitlines()
-            if line.strip().startswith(f"{option} {{")
-        }
-        assert "moe_nvlink" in choices.split(",")
-
-
 def test_sglangs_own_choices_stay(parser: argparse.ArgumentParser) -> None:
     """Its list belongs to its class: a later parser without our hook must not have our name."""
     from sglang.srt.arg_groups.arg_utils import add_cli_args_from_dataclass

@@ -162,39 +162,6 @@ def _others(chosen: list[int]) -> torch.Tensor:
     return torch.tensor([e for e in range(NUM_EXPERTS) if e not in chosen][:TOP_K])
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        torch.tensor([[0, -1, 2]], dtype=torch.int32),
-        torch.tensor([[1, 1, 2]], dtype=torch.int32),
-        torch.zeros(0, 3, dtype=torch.int32),
-    ],
-    ids=["no expert", "twice", "no rows"],
-)
-def test_sglangs_native_experts_break_without_us(broken: torch.Tensor) -> None:
-    """The reason for one row per local choice; if this fails, SGLang has mended its experts."""
-    hidden = torch.ones(len(broken), HIDDEN_SIZE)
-    weights = torch.ones(broken.shape)
-    experts = _Experts(0, NUM_EXPERTS, torch.float32)
-    given = topk.StandardTopKOutput(weights, broken, None)
-    try:
-        got = experts(hidden, given)
-    except (IndexError, RuntimeError, ValueError):
-        return
-    assert got.sum(1).tolist() != pytest.approx(_sum_of_each(experts, hidden, broken))
-
-
-def _sum_of_each(experts: _Experts, hidden: torch.Tensor, ids: torch.Tensor) -> list[float]:
-    """What the routes of each row add up to, one by one."""
-    return [
-        sum(
-            float(experts(row[None], topk.StandardTopKOutput(torch.ones(1, 1), one, None)).sum())
-            for one in chosen[chosen >= 0].view(-1, 1, 1)
-        )
-        for row, chosen in zip(hidden, ids, strict=True)
-    ]
-
-
 def test_sglang_has_the_functions_whose_names_we_take() -> None:
     """Triton's alone can be imported without a GPU's packages."""
     assert FusedOpPool.get_fused_func("none", "triton") is not None

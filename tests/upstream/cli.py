@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 import tempfile
 from collections import Counter
@@ -16,7 +15,7 @@ from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
 
 from . import expectations, fetch, models, table
 from .breaks import BREAKS
-from .groups import Device, Group, Plugin, all_groups
+from .groups import Group, Plugin, all_groups
 from .run import Job, Ran, Where, run, stopping
 
 
@@ -24,13 +23,12 @@ def main(arguments: Sequence[str]) -> int:
     """0 if every outcome is as expected, 1 if not, 2 if nothing could be run."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.gpu < 0 or options.jobs < 1:
-        parser.error(f"--gpu {options.gpu} --jobs {options.jobs}: at least 0 GPUs and 1 process")
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: at least 1 process")
     try:
         if options.list:
             for group in all_groups():
-                devices = "/".join(sorted(device.value for device in group.devices))
-                print(f"{group.name:28} {devices:8} {group.plugin.value:10} {group.title}")
+                print(f"{group.name:28} {group.plugin.value:10} {group.title}")
             return 0
         if options.write_table:
             table.write()
@@ -50,7 +48,6 @@ def _parser() -> argparse.ArgumentParser:
     names = [group.name for group in all_groups()]
     add("--group", nargs="+", default=names, choices=names, metavar="NAME", help="only these")
     add("--fast", action="store_true", help="the fast subset of each group")
-    add("--gpu", type=int, default=0, metavar="N", help="on N GPUs instead of CPUs")
     add("--jobs", type=int, default=1, metavar="N", help="so many pytest processes at once")
     add("--break", dest="broken", default="", choices=BREAKS, help="break our backend on purpose")
     add("--list", action="store_true", help="show the groups, run nothing")
@@ -61,18 +58,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    groups = chosen(all_groups(), options.group, options.gpu)
+    groups = [group for group in all_groups() if group.name in options.group]
     if options.fast and not (groups := [group for group in groups if group.fast]):
         raise ConfigError("none of these groups has a fast subset: leave --fast out")
     version = fetch.supported_version()
-    path = expectations.file_of(version, options.gpu)
-    rules = expectations.read(path)
+    rules = expectations.read(expectations.file_of(version))
     whole = not (options.fast or options.pytest)
     jobs = []
     for group in groups:
         words = (*(group.fast if options.fast else group.arguments), *options.pytest)
-        # No group has run on GPUs yet: a group without a section has no expectations.
-        known = rules.get(group.name, None if options.gpu else ())
+        known = rules.get(group.name, ())
         sides = (True, False) if group.plugin is Plugin.COMPARED else (True,)
         jobs.append({side: Job(group, words, known, whole, plugin=side) for side in sides})
     found = 0
@@ -86,28 +81,12 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
-def chosen(groups: Sequence[Group], names: Sequence[str], gpus: int) -> list[Group]:
-    """The groups of these names that the machine can run, in their own order."""
-    device = Device.GPU if gpus else Device.CPU
-    found = [
-        group
-        for group in groups
-        if group.name in names and device in group.devices and (not gpus or group.gpus <= gpus)
-    ]
-    if not found:
-        raise ConfigError(f"{', '.join(names)}: none runs on {gpus or 'no'} GPUs; see --list")
-    return found
-
-
 def _where(options: argparse.Namespace, version: str) -> Where:
     logs = options.logs or Path(tempfile.mkdtemp(prefix="moe_nvlink_upstream_"))
     redirects = models.redirect_file(fetch.CACHE / "models")
-    # On CPUs an empty folder, so that outcomes do not depend on downloads. On GPUs the user's: most
-    # engines' models have no stand-in, and must have been downloaded.
-    hub = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    hub = hub if options.gpu else fetch.CACHE / "hub"
-    tree = fetch.tree(version)
-    return Where(tree, logs.resolve(), redirects, hub, options.gpu, options.broken)
+    # An empty folder, so that outcomes do not depend on downloads.
+    hub = fetch.CACHE / "hub"
+    return Where(fetch.tree(version), logs.resolve(), redirects, hub, options.broken)
 
 
 @contextlib.contextmanager

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import pydantic
 import yaml
-from pydantic.dataclasses import dataclass
 
 from moe_nvlink_plugin.errors import ConfigError
 
@@ -15,32 +15,50 @@ FOLDER = Path(__file__).resolve().parent / "expectations"
 PASSED, FAILED, CANNOT_RUN = "passed", "failed", "cannot run"
 
 
-@dataclass(frozen=True, config=pydantic.ConfigDict(extra="forbid"))
+@dataclass(frozen=True)
 class Rule:
     """The expected outcome of the tests whose node ids fit `tests`, where only * is wild."""
 
     tests: str
-    count: pydantic.PositiveInt
+    count: int
+    outcome: str
+    reason: str = ""
+    says: str = ""
+    run: bool = True
+
+
+class _Block(pydantic.BaseModel, frozen=True, extra="forbid"):
+    """Rules that differ in their tests and counts alone."""
+
+    tests: dict[str, pydantic.PositiveInt] = pydantic.Field(min_length=1)
     outcome: Literal["passed", "failed", "cannot run"]
     reason: str = ""
     says: str = ""
     run: bool = True
 
-    def __post_init__(self) -> None:
+    @pydantic.model_validator(mode="after")
+    def _complete(self) -> _Block:
         if self.outcome != PASSED and not self.reason:
-            raise ValueError(f"{self.tests!r} needs a `reason`: one sentence")
+            raise ValueError(f"{[*self.tests]} need a `reason`: one sentence")
         if self.outcome == FAILED and not self.says:
-            raise ValueError(f"{self.tests!r} needs `says`: a text of its failure")
+            raise ValueError(f"{[*self.tests]} need `says`: a text of their failure")
         if not self.run and self.outcome != CANNOT_RUN:
-            raise ValueError(f"{self.tests!r}: `run: false` goes with `cannot run` alone")
+            raise ValueError(f"{[*self.tests]}: `run: false` goes with `cannot run` alone")
+        return self
+
+    def rules(self) -> list[Rule]:
+        return [
+            Rule(tests, count, self.outcome, self.reason, self.says, self.run)
+            for tests, count in self.tests.items()
+        ]
 
 
-_FILE = pydantic.TypeAdapter(dict[str, tuple[Rule, ...]])
+_FILE = pydantic.TypeAdapter(dict[str, tuple[_Block, ...]])
 
 
-def file_of(version: str, gpus: int, folder: Path = FOLDER) -> Path:
-    """Where the expectations of a version of vLLM lie, on GPUs or (gpus 0) on CPUs."""
-    return folder / f"{version}-{'gpu' if gpus else 'cpu'}.yaml"
+def file_of(version: str) -> Path:
+    """Where the expectations of a version of vLLM lie."""
+    return FOLDER / f"{version}-cpu.yaml"
 
 
 def read(path: Path) -> dict[str, tuple[Rule, ...]]:
@@ -50,6 +68,10 @@ def read(path: Path) -> dict[str, tuple[Rule, ...]]:
         raise ConfigError(f"there is no expectations file {path.name}; there are: {known}")
     content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     try:
-        return _FILE.validate_python(content)
+        groups = _FILE.validate_python(content)
     except pydantic.ValidationError as error:
         raise ConfigError(f"{path.name}: {error}") from error
+    return {
+        name: tuple(rule for block in blocks for rule in block.rules())
+        for name, blocks in groups.items()
+    }

@@ -15,13 +15,6 @@ from pydantic.dataclasses import dataclass
 FILE = Path(__file__).with_name("groups.yaml")
 
 
-class Device(enum.Enum):
-    """Where a group's ranks run."""
-
-    CPU = "cpu"
-    GPU = "gpu"
-
-
 class Plugin(enum.Enum):
     """What a group shows about our plugin; `groups.yaml` explains the three words."""
 
@@ -38,12 +31,10 @@ class Group:
     title: str
     arguments: tuple[str, ...]
     plugin: Plugin = Plugin.SELECTED
-    devices: frozenset[Device] = frozenset(Device)
     adapters: tuple[str, ...] = ()
     fast: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     test_timeout_s: int = 300
-    gpus: int = 1
 
     def __post_init__(self) -> None:
         if self.plugin is Plugin.COMPARED and self.adapters:

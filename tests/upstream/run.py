@@ -60,8 +60,7 @@ class Where:
     tree: Path  #: vLLM's `tests/`, without its `vllm/`: the installed vLLM is tested
     logs: Path
     redirects: Path  #: maps the hub's names to local stand-ins, see `models.py`
-    hub: Path  #: the hub's cache; on CPUs an empty one, whatever the user has downloaded
-    gpus: int = 0  #: 0: ranks run on CPUs
+    hub: Path  #: the hub's cache; an empty one, whatever the user has downloaded
     broken: str = ""  #: a deliberate break of our backend (`breaks.py`)
 
 
@@ -71,7 +70,7 @@ class Job:
 
     group: Group
     words: tuple[str, ...]
-    rules: tuple[Rule, ...] | None = ()  #: None: there are none yet
+    rules: tuple[Rule, ...] = ()
     whole: bool = False  #: all tests of the group run
     plugin: bool = True  #: False: our package is hidden from it
 
@@ -82,7 +81,7 @@ class Job:
 
     def expected(self, differences: Path) -> str:
         """What the plugin in the process is told."""
-        rules = None if self.rules is None else [dataclasses.asdict(rule) for rule in self.rules]
+        rules = [dataclasses.asdict(rule) for rule in self.rules]
         # Our plugin stays out if another platform is active. vLLM must still have asked it.
         asked = self.plugin and self.group.plugin is Plugin.INSTALLED
         used = ("asked" if asked else "taken", self.plugin)
@@ -111,7 +110,7 @@ def environment(where: Where, job: Job, scratch: Path) -> dict[str, str]:
     own |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     own |= {"VLLM_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
     own |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    own |= {settings.GPUS: str(where.gpus)} | ({} if where.gpus else CPU)
+    own |= CPU
     own |= {settings.LAUNCH_S: str(job.group.test_timeout_s - 20)}
     own |= {settings.BREAK: where.broken} if where.broken else {}
     own |= {"VLLM_MODEL_REDIRECT_PATH": str(where.redirects), "HF_HOME": str(where.hub)}

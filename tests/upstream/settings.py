@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import os
 
-GPUS = "MOE_NVLINK_UPSTREAM_GPUS"
 #: A launch of ranks ends before its test's limit does, so that the ranks that hang are named.
 LAUNCH_S = "MOE_NVLINK_UPSTREAM_LAUNCH_S"
 BREAK = "MOE_NVLINK_UPSTREAM_BREAK"
 #: If it is set, `hiding/sitecustomize.py` hides our package.
 HIDE = "MOE_NVLINK_UPSTREAM_HIDE"
-
-
-def gpus() -> int:
-    """How many GPUs the run may use; 0 if its ranks run on CPUs."""
-    return int(os.environ.get(GPUS, "0"))
 
 
 def chosen_break() -> str:

@@ -29,7 +29,7 @@ ROLES = {
 
 def text() -> str:
     """All that stands between the markers."""
-    paths = {version: expectations.file_of(version, 0) for version in compat.READ}
+    paths = {version: expectations.file_of(version) for version in compat.READ}
     return "\n".join(
         section(version, all_groups(), expectations.read(path))
         for version, path in paths.items()

@@ -69,13 +69,6 @@ def test_todays_values_are_candidates_and_no_choice_is_nameless() -> None:
 # What a file says.
 
 
-def test_a_file_comes_back(tmp_path: Path) -> None:
-    path = written(tmp_path)
-    found = tuning.load(path)
-    assert found == Tuning(Machine.here(CPU, 1), {Layer.of(config(), "bf16"): TUNED})
-    assert [file.name for file in tmp_path.iterdir()] == ["tuned.json"], "nothing beside it"
-
-
 def test_what_a_file_says_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path)
     with alone(tuning=path) as layer:

@@ -150,32 +150,6 @@ def test_a_full_disk(folder: Path) -> None:
     assert cache.load("key", ".txt", text) is None
 
 
-@pytest.mark.parametrize(
-    ("code", "told"),
-    [
-        (errno.EMFILE, r"Too many open files; raise the limit of open files \(ulimit -n\)$"),
-        (errno.EFBIG, r"File too large; lift the limit of file sizes \(ulimit -f unlimited\)$"),
-    ],
-)
-def test_limits_of_the_process(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, code: int, told: str
-) -> None:
-    """Another directory would not help: in the compiler's, in the cache, and to open it."""
-
-    def refuse(*_arguments: object, **_named: object) -> Any:
-        raise OSError(code, os.strerror(code))
-
-    with pytest.raises(CompileError, match=f"cannot compile in .*{told}"):
-        cache.get_or_build("key", ".txt", refuse)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", refuse)
-        with pytest.raises(CompileError, match=f"cannot write .*{told}"):
-            cache.get_or_build("key", ".txt", lambda target: write("whole", target))
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(CompileError, match=f"cannot use .*{told}"):
-        cache.directory()
-
-
 def test_a_file_that_is_not_accepted_is_built_anew(folder: Path) -> None:
     path = cache.get_or_build("key", ".txt", lambda target: write("half", target))
 

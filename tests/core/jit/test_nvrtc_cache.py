@@ -139,25 +139,6 @@ def test_lines_of_the_source(compiler: Any, folder: Path, monkeypatch: pytest.Mo
     assert nvrtc.load_or_compile(text, "sm_90a") == plain
 
 
-def test_lines_of_a_text_that_spills(
-    compiler: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MOE_NVLINK_LINEINFO", "1")
-    assert b".debug_line" in nvrtc.load_or_compile(SPILLING, "sm_90a")
-
-
-def test_a_source_in_a_directory_named_from_here(
-    compiler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A profiler that runs elsewhere opens it too."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", "here")
-    monkeypatch.setenv("MOE_NVLINK_LINEINFO", "1")
-    cubin = nvrtc.load_or_compile(SMALL, "sm_90a")
-    (source,) = (tmp_path / "here").glob("*.cu")
-    assert names_lines_of(source, cubin)
-
-
 def test_a_source_that_cannot_be_written(
     compiler: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,13 +16,6 @@ from tests.support import kernel_texts
 from tests.support.delays import replace_once
 
 
-def test_usages() -> None:
-    assert (
-        LAYER.usage == "top_k=N[,dtype=TYPE][,recipe=RECIPE][,expert_counts=yes][,combine=FORMAT]"
-    )
-    assert HEAD.usage == "lm_head[,dtype=TYPE]"
-
-
 def test_names_and_codes_are_the_same_choice() -> None:
     named = LAYER.variant(top_k="8", dtype="fp16", recipe="mxfp8", combine="nvfp4")
     assert named == LAYER.variant(top_k=8, dtype=1, recipe=4, combine=2)

@@ -103,13 +103,6 @@ def test_quantising_takes_every_cta_that_fits() -> None:
     assert combine_shape(4, 7168, 4, mine, slots=12) == (16, 224, 4)
 
 
-def test_an_sm_budget_bounds_both() -> None:
-    few = limits(num_sms=8)
-    assert dispatch_shape(8192, 14336, 2**24, few).blocks == 32
-    assert combine_shape(8192, 7168, 2, few).blocks == 32
-    assert combine_shape(4, 7168, 2, few) == (16, 224, 4)
-
-
 def test_channels_and_ranks_share_the_gpu() -> None:
     assert share(H200_SMS, 1) == H200_SMS
     assert share(H200_SMS, 2) == share(H200_SMS, 1, 2) == 66

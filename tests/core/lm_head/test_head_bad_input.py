@@ -32,7 +32,6 @@ from moe_nvlink_plugin.lm_head.launches import HeadLaunches
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.support.ranks import run_processes
 from tests.support.small_head import (
-    CAPACITY,
     HIDDEN,
     VOCAB,
     check_argmax,
@@ -484,11 +483,3 @@ def test_a_rank_that_goes_on_after_its_own_failure() -> None:
             return outcomes
 
     assert run_ranks(2, rank_main) == [["ExchangeTimeoutError", "ExchangeStateError"]] * 2
-
-
-def test_capacity_is_as_given() -> None:
-    """The limit of the refusals above is the limit of what works."""
-    one = problem(config(), [CAPACITY])
-    (group,) = ThreadGroup.ranks(1)
-    with HeadGroup.create(config(), group) as head:
-        check_argmax(head, one, row_bound=CAPACITY)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 import pytest
@@ -163,26 +162,6 @@ def test_of_equal_sizes_the_smaller_is_chosen() -> None:
 # Rates.
 
 
-@pytest.mark.parametrize(
-    ("name", "memory_tb_s", "bf16_tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 3.35, 989),
-        ("NVIDIA H100 PCIe", 2.0, 756),
-        ("NVIDIA H100 NVL", 3.9, 835),
-        ("NVIDIA H200", 4.8, 989),
-        ("NVIDIA H20", 4.0, 148),
-        ("NVIDIA GH200 480GB", 4.9, 990),
-        ("NVIDIA B200", 7.7, 2250),
-        ("NVIDIA GB200", 8.0, 2500),
-    ],
-)
-def test_gpus_are_known_by_their_names(name: str, memory_tb_s: float, bf16_tflops: float) -> None:
-    rates = head_cost.rates_of_gpu(name)
-    assert rates.read_bytes_per_s == pytest.approx(memory_tb_s * 1e12 * head_cost.READ_SHARE)
-    assert rates.flops_per_s == pytest.approx(bf16_tflops * 1e12 * head_cost.FLOPS_SHARE)
-    assert head_cost.rates_of_gpu(name, 4).flops_per_s < rates.flops_per_s / 3
-
-
 @pytest.mark.parametrize("name", ["NVIDIA RTX 6000", "unknown", "", "NVIDIA H100 MIG 1g.10gb"])
 def test_an_unknown_gpu_splits_no_more_than_any_known_one(name: str) -> None:
     unknown = head_cost.rates_of_gpu(name)
@@ -255,31 +234,3 @@ def test_other_refusals() -> None:
         head_cost.report(DEEPSEEK, 4, 32, GB200._replace(exchange_s=float("nan")))
     with pytest.raises(ConfigError, match="element_bytes=1"):
         head_cost.rates_of(torch.device("cpu"), 1)
-
-
-def test_the_report_of_a_split_head() -> None:
-    read, exchanged, gains, where = head_cost.report(DEEPSEEK, 4, 512, GB200).splitlines()
-    assert "129280 x 7168" in read
-    assert "1853 MB read per rank and draft step, 463.3 MB in groups of 4" in read
-    # 32 rows of 14336 bytes to 3 peers, and 96 pairs of 8 bytes.
-    assert "32: 1.377 MB" in exchanged
-    assert "1: 43.03 kB" in exchanged
-    times = re.findall(r"(\d+): (\S+) -> (\S+) us \((\S+)x\)", gains)
-    assert [int(rows) for rows, *_ in times] == [1, 8, 32, 128, 512]
-    for rows, alone_us, split_us, factor in times:
-        for size, text in ((1, alone_us), (4, split_us)):
-            us = head_cost.step_seconds(DEEPSEEK, int(rows), size, GB200) * 1e6
-            assert float(text) == pytest.approx(us, rel=1e-3)
-        assert float(factor) == pytest.approx(float(alone_us) / float(split_us), abs=0.01)
-    assert "expected" in gains
-    crossover = head_cost.crossover_rows(DEEPSEEK, 4, GB200, 512)
-    assert where == f"splitting is expected to pay up to {crossover} rows a rank"
-
-
-def test_the_report_says_where_splitting_ends() -> None:
-    assert "every number of rows up to 32" in head_cost.report(DEEPSEEK, 4, 32, GB200)
-    never = head_cost.report(HeadShape(1024, 256, 2), 4, 32, GB200)
-    assert "not expected to pay with any number of rows" in never
-    (alone,) = head_cost.report(DEEPSEEK, 1, 32, GB200).splitlines()
-    assert "not split" in alone
-    assert "1853 MB" in alone

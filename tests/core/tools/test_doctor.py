@@ -24,16 +24,15 @@ from typing import Any
 import pytest
 import torch
 
-from moe_nvlink_plugin import driver, env, version
+from moe_nvlink_plugin import driver, env
 from moe_nvlink_plugin.errors import CompileError, ConfigError, PeerError
-from moe_nvlink_plugin.exchange.kernels import DISPATCH, LAYER
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.launch.kernel import Variant
 from moe_nvlink_plugin.tools import cli, doctor, precompile
 from moe_nvlink_plugin.tools.doctor import gpu, inquiry, report, sockets, together
 from moe_nvlink_plugin.tools.doctor.gpu import Fabric, Gpus, Peer, Trial
 from moe_nvlink_plugin.tools.doctor.inquiry import EntryPoint, Facts, Found
-from moe_nvlink_plugin.tools.doctor.verdict import Verdict, device_reasons, numbered
+from moe_nvlink_plugin.tools.doctor.verdict import Verdict, device_reasons
 from moe_nvlink_plugin.transport import host as shared_memory
 from tests.support import fake_cuda
 
@@ -124,10 +123,6 @@ def test_two_good_gpus(fake: Fake) -> None:
     assert first.fabric_handle == Trial(False)
     verdict = judge(gpus)
     assert str(verdict) == "GPU ranks: will work: 2 GPUs (Fake GPU, sm_90a)"
-
-
-def test_one_gpu(fake: Fake) -> None:
-    assert str(judge(fake(devices=1))) == "GPU ranks: will work: 1 GPU (Fake GPU, sm_90a)"
 
 
 @pytest.mark.parametrize(
@@ -270,13 +265,6 @@ def test_what_nvml_says(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- drivers that are not there, hang or crash
 
 
-def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    if driver.unavailable() is None:
-        pytest.skip("this machine has a driver")
-    verdict = judge(gpu.probe())
-    assert "no CUDA driver" in str(verdict) or "cuda-bindings" in str(verdict)
-
-
 def test_a_file_that_is_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "libcuda.so.1").write_text("not ELF")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
@@ -402,14 +390,6 @@ def with_kernels(found: Facts, nvrtc: Found, missing: dict[str, str]) -> Facts:
     return dataclasses.replace(found, kernels=inquiry.Kernels(nvrtc, {"sm_90a": kinds}))
 
 
-def test_kernels_that_cannot_be_had(fake: Fake) -> None:
-    log = "NVRTC 13.0 failed for sm_90a:\nits log\nmore"
-    found = with_kernels(good(fake(devices=1)), Found("13.0"), dict.fromkeys(KINDS, log))
-    line = str(doctor.judge_gpu_ranks([found]))
-    assert line == "GPU ranks: will not work: NVRTC 13.0 failed for sm_90a: its log more"
-    assert log in report.as_text([found], [])
-
-
 def test_a_long_log_is_shortened_in_the_verdict(fake: Fake) -> None:
     """NVRTC's warnings come before its errors."""
     lines = [*map("(1): warning: {}".format, range(50)), "(2): error: no", "(3): error: nor this"]
@@ -487,29 +467,6 @@ def test_each_build_is_compiled_once(
     assert all(
         "MOE_NVLINK_PDL" in found.error for found in kernels.architectures["sm_90a"].values()
     )
-
-
-def test_rows_as_they_come_that_nvrtc_refuses(
-    fake: Fake, empty_cache: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Doctor names every kind of layer but the one whose dispatch also sends counts."""
-    text = precompile.kinds()[0].build(DISPATCH, pdl=env.pdl()).text()
-    monkeypatch.setattr(nvrtc, "compile_cubin", compiled_as(lambda one: one == text))
-    gpus = fake(devices=1)
-    found = good(gpus, kernels=inquiry._kernels(gpus))
-    (line,) = doctor.judge_gpu_ranks([found]).reasons
-    layers = [str(kind) for kind in precompile.kinds() if kind.family is LAYER]
-    named = [kind for kind in layers if not kind.endswith("expert_counts=yes")]
-    assert len(named) == len(layers) - 1
-    assert line.startswith(f"no kernels on sm_90a for {'; '.join(named)}: NVRTC 13.0 failed")
-
-
-def test_kernels_that_are_refused_are_all_named(fake: Fake) -> None:
-    log = "NVRTC 13.0 failed for sm_90a:\nits log"
-    found = with_kernels(good(fake(devices=1)), Found("13.0"), dict.fromkeys(KINDS[1:3], log))
-    line = str(doctor.judge_gpu_ranks([found]))
-    assert f"no kernels on sm_90a for {KINDS[1]}; {KINDS[2]}: NVRTC 13.0 failed" in line
-    assert not doctor.judge_gpu_ranks([found]).works
 
 
 def test_an_image_with_some_kinds_and_no_compiler(fake: Fake) -> None:
@@ -674,12 +631,6 @@ def test_two_ranks_on_one_gpu(fake: Fake) -> None:
     assert not doctor.judge_gpu_ranks([allowed[0], both[1]]).works
 
 
-@pytest.mark.parametrize("options", [{"p2p": 0}, {"atomics": 0}])
-def test_ranks_without_nvlink(fake: Fake, options: dict[str, int]) -> None:
-    both = ranks(2, lambda rank: fake(local_rank=rank, devices=2, **options))
-    assert "no NVLink between the GPUs of ranks 0-1" in str(doctor.judge_gpu_ranks(both))
-
-
 def test_ranks_on_gpus_of_different_kinds(fake: Fake) -> None:
     both = ranks(2, lambda rank: fake(local_rank=rank, devices=2, capability=("9.0", "10.0")[rank]))
     assert "compute capability differs (9.0 on rank 0, 10.0 on rank 1); use one kind" in str(
@@ -823,11 +774,6 @@ def test_no_local_rank(fake: Fake) -> None:
     assert "LOCAL_RANK is not set" in str(doctor.judge_gpu_ranks(both))
 
 
-def test_numbers() -> None:
-    assert numbered("rank", [3]) == "rank 3"
-    assert numbered("rank", [0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
-
-
 # ---- what is printed
 
 
@@ -849,31 +795,6 @@ def test_the_report(fake: Fake) -> None:
     assert any(line.split() == ["0", ".", "NVL"] for line in lines)
     for name in env.VARIABLES:
         assert f"{name} unset" in text
-
-
-def test_the_matrix_tells_links_apart(fake: Fake) -> None:
-    rows = {}
-    for options in ({"p2p": 0}, {"atomics": 0}):
-        found = good(fake(devices=2, **options))
-        lines = report.as_text([found], []).splitlines()
-        rows[str(options)] = [line.split() for line in lines if line.split()[:1] == ["1"]]
-    assert list(rows.values()) == [[["1", "no", "."]], [["1", "P2P", "."]]]
-
-
-def test_ranks_share_what_is_equal(two: list[Facts]) -> None:
-    text = report.as_text(two, [])
-    assert text.count("Python 3.12.0") == 1
-    assert "CPU (ranks 0-1)" in text
-    assert "GPU (rank 0)" in text
-    assert "GPU (rank 1)" in text
-
-
-def test_json_and_back(two: list[Facts]) -> None:
-    for found in two:
-        assert inquiry.from_json(inquiry.to_json(found)) == found
-    answer = json.loads(report.as_json(two, [doctor.judge_gpu_ranks(two)]))
-    assert answer["ranks"][1]["gpus"]["devices"][1]["posix_fd"]["tried"] is True
-    assert answer["verdicts"][0]["works"] is True
 
 
 # ---- the command
@@ -992,13 +913,6 @@ def test_a_rank_that_waits_says_for_what(
     assert "rank 1 of 2 waits for the other ranks, at most 40 s" in told
     for text in (told, str(caught.value)):
         assert "alone: env -u RANK -u WORLD_SIZE moe-nvlink doctor" in text
-
-
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["--version"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == f"moe-nvlink {version.own_version()}\n"
 
 
 @pytest.mark.parametrize("command", ['g++ "', "''"])

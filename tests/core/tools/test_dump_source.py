@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -80,16 +77,6 @@ def test_ptx(compiler: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\0" not in out
 
 
-def test_a_reader_that_has_read_enough() -> None:
-    """`less` that is left before the end; here it has not even begun."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    command = [sys.executable, "-m", "moe_nvlink_plugin", "dump-source", "--arch", "sm_90a", "meet"]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (1, "")
-
-
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
@@ -125,43 +112,6 @@ def test_no_architecture(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # ---- what folded makes of texts that kernels/ does not have, or not yet
-
-
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        (
-            "#if defined(A) || \\\n    defined(__CUDACC_RTC__)\na;\n#else\nb;\n#endif\nc;\n",
-            "a;\nc;\n",
-        ),
-        ("#if defined(A)\n#ifdef B\na;\n#elif C > 2\n#else\n#endif\n#else\nb;\n#endif\n", "b;\n"),
-        ("MOE_NVLINK_DEVICE_ONLY(f((a)); \\\n  g();) h();\n", "f((a)); \\\n  g(); h();\n"),
-        ("  a; MOE_NVLINK_HOST_ONLY(f(b);\n    g();)\n  c;\n", "  a;\n  c;\n"),
-        ("a;\n  MOE_NVLINK_HOST_ONLY(f(MOE_NVLINK_DEVICE_ONLY(b)))\nc;\n", "a;\nc;\n"),
-        (
-            "MOE_NVLINK_DEVICE_ONLY(s = \")\";  // :-)\n  c = '(';)\n",
-            "s = \")\";  // :-)\n  c = '(';\n",
-        ),
-        (
-            "// MOE_NVLINK_HOST_ONLY(...) is kept here\n",
-            "// MOE_NVLINK_HOST_ONLY(...) is kept here\n",
-        ),
-        ("#define F(x) MOE_NVLINK_HOST_ONLY(\n", "#define F(x) MOE_NVLINK_HOST_ONLY(\n"),
-    ],
-)
-def test_executors(text: str, left: str) -> None:
-    assert folded.as_compiled(text, "sm_90a") == left
-
-
-def test_values() -> None:
-    configs = (
-        "struct RuntimeConfig {\n  static constexpr int kA = -1;\n"
-        "  static constexpr int kB = kC;\n};\n"
-        "struct Config : RuntimeConfig {\n  static constexpr int kA = 8;\n};\n"
-    )
-    used = "f<Config>(Config::kA, Config::kB, OtherConfig::kA);\n"
-    text = folded.as_compiled(configs + used, "sm_90a")
-    assert text == configs + "f<Config>(8, kC, OtherConfig::kA);\n"
 
 
 @pytest.mark.parametrize(

@@ -70,16 +70,6 @@ def test_containers_of_one_host_are_told_about_their_shared_memory(places: list[
         assert "--ipc=host" in str(outcome)
 
 
-def test_each_rank_is_listed_once_with_its_host() -> None:
-    ranks = [Host("1", "a", "alpha"), Host("2", "a", "beta"), Host("2", "a", "beta")]
-    with pytest.raises(UnsupportedError) as caught:
-        hosts.check_shared(dict(enumerate(ranks)))
-    assert "rank 0 on alpha (boot id 1); ranks 1, 2 on beta (boot id 2)" in str(caught.value)
-    hosts.check_shared(dict(enumerate(ranks[1:])))
-    names = [Host("1", "a", "one name"), Host("1", "a", "another name of one host")]
-    hosts.check_shared(dict(enumerate(names)))
-
-
 def test_this_process_shares_memory_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts.check_shared({0: hosts.here(), 1: hosts.here()})
     assert hosts.boot_id() in hosts.here()

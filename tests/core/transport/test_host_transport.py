@@ -342,20 +342,6 @@ def test_more_than_there_is() -> None:
     assert names_of(os.getpid()) == []
 
 
-def test_a_limit_of_file_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_arguments: object) -> None:
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    (outcome,) = try_ranks(1, allocate(4096))
-    assert isinstance(outcome, TransportError)
-    assert str(outcome) == (
-        "cannot get 4096 bytes of shared memory in /dev/shm: File too large; lift the limit of "
-        "file sizes (ulimit -f unlimited)"
-    )
-    assert names_of(os.getpid()) == []
-
-
 def test_an_unwritable_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_DIRECTORY", tmp_path / "missing")
     (outcome,) = try_ranks(1, allocate(4096))

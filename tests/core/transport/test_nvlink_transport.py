@@ -8,7 +8,6 @@ import dataclasses
 import datetime
 import gc
 import itertools
-import logging
 import os
 import pickle
 import time
@@ -601,44 +600,6 @@ def test_one_link_among_many_is_enough_to_refuse() -> None:
         topology.decide(ranks)
 
 
-def logged_links(_rank: int, _size: int, status: int | None) -> list[tuple[str, str]]:
-    """What is logged of GPU 0's links if NVML answers so; None: there is no NVML."""
-    nvml = pytest.importorskip("cuda.bindings.nvml", reason="these cuda-bindings have no NVML")
-    said: list[tuple[str, str]] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(  # type: ignore[method-assign]
-        (record.levelname, record.getMessage())
-    )
-    topology.logger.addHandler(handler)
-    topology.logger.setLevel(logging.INFO)
-    if status is not None:
-        nvml.init_v2 = lambda: None
-        nvml.device_get_handle_by_uuid = lambda uuid: uuid
-        nvml.device_get_p2p_status = lambda _here, _there, _index: status
-    with contextlib.closing(vmm.FabricTrial(0)) as trial:
-        assert len(topology.look(0, trial).links) == 1
-    return said
-
-
-@pytest.mark.parametrize(
-    ("status", "atomics", "level", "text"),
-    [
-        (0, 1, "INFO", "GPU 0 to GPU 1: NVLink by the driver, and NVML says the same"),
-        (5, 1, "WARNING", "GPU 0 to GPU 1: NVLink by the driver, but NVML knows no NVLink between"),
-        (5, 0, "INFO", "GPU 0 to GPU 1: PCIe by the driver, but NVML knows no NVLink between"),
-        (None, 1, "INFO", "GPU 0 to GPU 1: NVLink by the driver, NVML not asked ("),
-    ],
-)
-def test_links_are_logged(
-    status: int | None, atomics: int, level: str, text: str, fake: Callable[..., Any]
-) -> None:
-    """Atomics work over some PCIe systems, too: then NVML's answer is a warning."""
-    (said,) = fake(1, logged_links, status, devices=2, atomics=atomics)
-    ((found, message),) = said
-    assert found == level
-    assert text in message
-
-
 def test_who_shares_how() -> None:
     apart = [
         facts(uuid="a", host="1", fabric_trial=b"x"),
@@ -784,20 +745,3 @@ def leaking_body(group: ThreadGroup) -> None:
     del memory
     assert state()[0]["mappings"] == 1
     assert byte_at(0, address) == 5
-
-
-def test_what_torch_is_given() -> None:
-    """numba's protocol, with the owner inside: torch keeps the object as long as the tensor."""
-    owner = object()
-    array = nvlink._CudaArray(owner, 0x1000, 77)
-    assert array._owner is owner
-    interface = array.__cuda_array_interface__
-    assert interface["data"] == (0x1000, False)
-    assert (interface["shape"], interface["typestr"]) == ((77,), "|u1")
-
-
-def test_it_serves_gpus() -> None:
-    transport = NvlinkTransport()
-    assert (transport.name, transport.executor) == ("nvlink", "cuda")
-    assert transport.serves(torch.device("cuda", 3))
-    assert not transport.serves(CPU)

@@ -202,25 +202,3 @@ def test_no_line(tokens: list[int], told: str) -> None:
     group: Any = None
     with pytest.raises(ConfigError, match=told):
         table.measure(group, CPU, config(0, 2), tokens, seconds=1.0, most_bytes=100)
-
-
-def test_the_table_shows_every_way_and_fits_100_columns() -> None:
-    times = {"dispatch": 1234567.8, "combine": 99999.94}
-    every = {table.OURS: {"dispatch": 12.5, "combine": 7.5}, table.GATHER: times}
-    every[table.ALL_TO_ALL] = {"dispatch": 30.0, "combine": 10.0}
-    lines = [
-        table.Line(1, every, 12_500, 7, ("a note",)),
-        table.Line(4096, every, 12_500_000, 200, ("a note",)),
-    ]
-    text = table.render(lines, CPU)
-    title, ways_of, verbs, first, last, *notes = text.splitlines()
-    assert "CPU ranks" in title
-    assert "medians of 7 to 200 rounds" in title
-    assert all(way in ways_of for way in every)
-    assert verbs.split() == ["a", "rank", *["dispatch", "combine"] * 3, "GB/s", "best", "other"]
-    numbers = ["12.5", "7.5", "1234568", "99999.9", "30.0", "10.0"]
-    assert first.split() == ["1", *numbers, "1.000", "0.50"]
-    assert last.split() == ["4096", *numbers, "1000.0", "0.50"]
-    assert len({len(line) for line in (ways_of, verbs, first, last)}) == 1
-    assert notes[-1] == "note: a note"
-    assert max(map(len, text.splitlines())) <= 100

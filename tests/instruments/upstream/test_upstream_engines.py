@@ -134,10 +134,3 @@ def test_servers_of_one_fixture_are_one_group_and_asked_at_its_end(
         _run(plugin.pytest_runtest_teardown)
     with pytest.raises(AssertionError, match="launched no engine"):
         _run(plugin.pytest_runtest_call)
-
-
-def test_a_server_without_experts_is_left_alone(plugin: engines.Engines) -> None:
-    flags = ["--data-parallel-size", "2"]
-    plugin._expect_server(SimpleNamespace(), DENSE, flags)
-    assert flags == ["--data-parallel-size", "2"]
-    assert not plugin._servers

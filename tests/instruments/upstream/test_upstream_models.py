@@ -35,19 +35,3 @@ def test_experts_differ(folder: Path) -> None:
     for weights in experts:
         first, *rest = weights.flatten(1)
         assert all(not torch.equal(first, other) for other in rest)
-
-
-def test_models_are_written_once_and_anew_when_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = "hmellor/tiny-random-LlamaForCausalLM"
-    monkeypatch.setattr(models, "STAND_INS", {name: models.STAND_INS[name]})
-    first = models.redirect_file(tmp_path).parent
-    weights = first / name / "model.safetensors"
-    before = weights.stat().st_mtime_ns
-    assert models.redirect_file(tmp_path).parent == first
-    assert weights.stat().st_mtime_ns == before
-    changed = tmp_path / "models.py"
-    changed.write_text("another text")
-    monkeypatch.setattr(models, "__file__", str(changed))
-    assert models.redirect_file(tmp_path).parent != first

@@ -1,4 +1,4 @@
-"""What fits vLLM's tests of layers to CPUs and to shared GPUs, without vLLM's files."""
+"""What fits vLLM's tests of layers to CPUs, without vLLM's files."""
 
 from __future__ import annotations
 
@@ -6,33 +6,16 @@ import dataclasses
 import os
 import subprocess
 import sys
-import types
 from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.spawn import ProcessExitedException
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.upstream import breaks, settings
-from tests.upstream.adapt import modular_kernels, moe_layer, other_exchanges, ranks
+from tests.upstream.adapt import modular_kernels, moe_layer, other_exchanges
 from tests.upstream.run import HERE
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-@pytest.mark.parametrize("gpus", [0, 1, 2, 4, 8])
-def test_every_rank_sits_on_a_device_that_exists(world_size: int, gpus: int) -> None:
-    seats = [ranks.seat(rank, world_size, gpus) for rank in range(world_size)]
-    assert len({(seat.node, seat.device) for seat in seats}) == world_size
-    assert [seat.node * seat.devices + seat.device for seat in seats] == list(range(world_size))
-    if gpus:
-        assert all(seat.device < gpus for seat in seats)
-        per_device = [sum(seat.device == one for seat in seats) for one in range(gpus)]
-        assert max(per_device) - min(per_device) <= 1
-    if gpus == 0 or gpus >= world_size:
-        assert {seat.node for seat in seats} == {0}
-
 
 # Ranks, of a launcher that starts them as vLLM's do.
 
@@ -168,30 +151,6 @@ def test_skip_marks_for_another_library_alone_are_dropped() -> None:
     assert other_exchanges._asks_for_another(mark("Requires deep_ep kernels"))
     assert not other_exchanges._asks_for_another(mark("Need >= 2 GPUs"))
     assert not other_exchanges._asks_for_another(pytest.mark.parametrize("a", [1]).mark)
-
-
-def test_a_configuration_of_a_test_asks_for_us() -> None:
-    from moe_nvlink_plugin.integration.vllm import backend
-
-    made = types.SimpleNamespace(parallel_config=types.SimpleNamespace(all2all_backend="other"))
-    assert not backend.is_selected(made)
-    assert other_exchanges._naming_us(lambda: made)() is made
-    assert backend.is_selected(made)
-    assert made.parallel_config.all2all_backend == backend.CARRIER
-
-
-def test_a_test_that_skips_itself_in_a_rank_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's launcher told its parent by a queue; here the exit code does."""
-    with pytest.raises(SystemExit) as ended:
-        other_exchanges._numbered(1, lambda *_: pytest.skip("no FP4"), 2, "1", ())
-
-    def spawn(*_: Any, **__: Any) -> None:
-        assert isinstance(ended.value.code, int)
-        raise ProcessExitedException("", 1, 1, ended.value.code)
-
-    monkeypatch.setattr(ranks, "spawn", spawn)
-    with pytest.raises(pytest.skip.Exception, match="rank 1 skips"):
-        other_exchanges.distributed_run(print, 2)
 
 
 def test_ranks_have_rows_and_routes_of_their_own() -> None:

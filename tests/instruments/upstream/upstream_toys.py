@@ -41,7 +41,7 @@ def toy_group(*arguments: str, plugin: Plugin = Plugin.SELECTED, name: str = "to
     return Group(name, f"the group {name}", arguments or ("tests",), plugin, test_timeout_s=20)
 
 
-def run_toy(where: Where, *arguments: str, rules: tuple[Rule, ...] | None = ()) -> Ran:
+def run_toy(where: Where, *arguments: str, rules: tuple[Rule, ...] = ()) -> Ran:
     """One pytest process over the tree."""
     group = toy_group(*arguments)
     return run(where, Job(group, group.arguments, rules))

@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file
 
 from moe_nvlink_plugin.integration.demo import (
-    client,
     death,
     demo,
     formats,
@@ -70,18 +69,6 @@ def test_checkpoint_has_distinct_experts_and_repeats(tmp_path: Path, architectur
     assert other.read_bytes() != (tmp_path / "a" / "model.safetensors").read_bytes()
 
 
-def test_checkpoint_of_an_unknown_architecture(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'gpt2'.*glm4_moe.*qwen3_moe"):
-        write_checkpoint(tmp_path, "gpt2")
-
-
-def test_requests_are_ragged_and_repeat() -> None:
-    one = client.make_requests(8, 512)
-    assert one == client.make_requests(8, 512)
-    assert len({len(prompt) for prompt in one.prompts}) > 3
-    assert len(set(one.max_tokens)) > 3
-
-
 def test_verdict_is_good_when_all_is_equal_and_counted() -> None:
     assert failures() == []
     assert demo.conclude([], Path(), "all is equal.") == 0
@@ -95,14 +82,6 @@ def test_verdict_names_a_wrong_token() -> None:
     table = report.answers_table(PROMPTS, wrong, ANSWERS)
     assert "DIFFERENT from token 3" in table
     assert "99" in table
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "at"),
-    [([], [], None), ([1, 2], [1, 2], None), ([1, 2], [1], 1), ([1], [1, 2], 1), ([3], [4], 0)],
-)
-def test_first_difference(one: list[int], other: list[int], at: int | None) -> None:
-    assert report.first_difference(one, other) == at
 
 
 def test_verdict_notices_layers_that_took_another_way() -> None:
@@ -139,18 +118,6 @@ def test_stats_are_waited_for_until_they_are_quiet(tmp_path: Path) -> None:
     (rank,) = report.wait_for_stats(tmp_path, quiet_s=0.6, limit_s=10.0)
     assert rank.tokens == 7
     assert report.wait_for_stats(tmp_path / "empty", quiet_s=0.2, limit_s=0.4) == []
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("(Worker pid=7) INFO 11-21 01:31:39 [loader.py:501] Loading took 1 s", "Loading took 1 s"),
-        ("no prefix at all", "no prefix at all"),
-        ("", ""),
-    ],
-)
-def test_log_lines_are_shown_without_prefix(line: str, message: str) -> None:
-    assert client.message(line) == message
 
 
 @pytest.mark.parametrize(
@@ -398,23 +365,6 @@ def test_without_an_environment_one_learns_how_to_get_it(
         interpreter()
     missing.touch()
     assert str(interpreter()) == str(missing)
-
-
-def test_bytes_of_every_recipe_are_counted_as_stated() -> None:
-    """The table of the recipes, at hidden size 7168."""
-    measured = formats.measure(num_tokens=8)
-    assert {one.name: one.per_token for one in measured} == {
-        "bf16": 14336,
-        "fp8_block": 7168 + 224,
-        "fp8_token": 7172,
-        "fp8_tensor": 7168,
-        "mxfp8": 7392,
-        "nvfp4": 4032,
-    }
-    assert report.formats_failures(measured) == []
-    lines = report.formats_table(measured).splitlines()
-    assert lines[1].split()[:3] == ["bf16", "14,336", "100.0%"]
-    assert lines[-1].split()[:3] == ["nvfp4", "4,032", "28.1%"]
 
 
 def test_verdict_names_a_recipe_that_moved_more_than_it_says() -> None:

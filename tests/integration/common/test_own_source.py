@@ -13,7 +13,7 @@ import pytest
 
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.common import names
-from moe_nvlink_plugin.integration.common.names import Call, Signature, Touched, fields, patch, use
+from moe_nvlink_plugin.integration.common.names import Call, Signature, Touched, patch, use
 from moe_nvlink_plugin.integration.common.own_source import Base, Reader, Rules, modules_of
 from moe_nvlink_plugin.integration.flashinfer import compat as of_flashinfer
 from moe_nvlink_plugin.integration.sglang import compat as of_sglang
@@ -173,20 +173,6 @@ def test_a_missing_name_is_refused_with_its_reason() -> None:
         "\nInstall Lib 2.0, or a newer moe-nvlink-plugin."
     )
     names.require(needed[:1], "Lib", "1.5", "2.0")
-
-
-def test_the_table_has_every_name_and_field() -> None:
-    told = names.table(
-        [Touched("lib", "used", "use", why="a: b"), *patch("lib", "patched(x)", "c")],
-        fields({"lib.deep:Owner": "one two"}),
-    )
-    assert told.splitlines() == [
-        "patch     lib.patched",
-        "          c",
-        "use       lib.used",
-        "          a: b",
-        "field     lib.deep.Owner: one, two",
-    ]
 
 
 @pytest.mark.parametrize("framework", ["vllm", "sglang", "flashinfer"])

@@ -20,7 +20,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from safetensors.torch import load_file, save_file
 
-from moe_nvlink_plugin.integration.demo.server import SERVED_NAME, ServerError, VllmServer
+from moe_nvlink_plugin.integration.demo.server import SERVED_NAME, ServerError
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import TinyModel, write_checkpoint
 from tests.integration.servers.servers import TIMEOUT_S, ForkedServer
 
@@ -209,23 +209,3 @@ def test_adapters_on_attention_only(folder: Path) -> None:
         with pytest.raises(ServerError, match="weights for experts.*leaves out"):
             server.load("fourth", with_experts)
         _check(server, served)
-
-
-def test_one_rank_of_vllm_cannot(folder: Path) -> None:
-    """When this fails, one rank with adapters can be what two ranks are compared with."""
-    work = folder / "one rank"
-    base = write_checkpoint(work / SERVED_NAME, MODEL)
-    server: VllmServer = ForkedServer(
-        model=base,
-        name="one rank with lora",
-        folder=work,
-        arguments=["--enforce-eager", "--enable-lora"],
-        with_plugins=False,
-    )
-
-    def ask() -> None:
-        server.wait_until_ready()
-        server.complete([[1, 2, 3]], max_tokens=2)
-
-    with server, pytest.raises(ServerError):
-        ask()

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.upstream import fetch
-from tests.upstream.groups import Device, all_groups
+from tests.upstream.groups import all_groups
 
 #: One layer on two ranks.
 CASE = "False-moe_nvlink-2-1-True"
@@ -55,9 +55,7 @@ def test_the_fast_subset_ends_as_expected(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "name", [group.name for group in all_groups() if Device.CPU in group.devices]
-)
+@pytest.mark.parametrize("name", [group.name for group in all_groups()])
 def test_a_whole_group_ends_as_expected(name: str, tmp_path: Path) -> None:
     done = run(tmp_path, "--group", name, timeout_s=1750)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -75,7 +73,6 @@ def test_vllms_tests_catch_a_broken_backend(tmp_path: Path) -> None:
 
 
 def test_what_is_selected_exists(tree: Path) -> None:
-    """Also for GPUs, where nobody has run it."""
     for group in all_groups():
         for word in (*group.arguments, *group.fast):
             path, *function = word.split("[")[0].split("::")

@@ -34,7 +34,7 @@ from moe_nvlink_plugin.integration.demo.tiny_checkpoint import (
     TinyModel,
     write_checkpoint,
 )
-from tests.integration.servers import lost_rows, one_host_each, ray_on_cpus, stop_on_order
+from tests.integration.servers import lost_rows, ray_on_cpus, stop_on_order
 from tests.integration.servers.deployments import SHAPES, Deployment
 from tests.integration.servers.servers import (
     EpServer,
@@ -496,28 +496,6 @@ def test_ranks_choose_their_manager_together(folder: Path) -> None:
         assert "rank 1 on" in stopped
     warned = (work / "log").read_text("utf-8").count("All ranks go on with vLLM's own")
     assert warned == 2, "once for each of the two times, by rank 0"
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_ranks_on_two_hosts_are_named(folder: Path) -> None:
-    """vLLM counts one node; the ranks' boot ids differ. Refused before weights are looked for."""
-    checkpoint = without_weights(write_checkpoint(folder / "apart, no weights", QWEN3))
-    plugin = write_plugin(folder / "plugin apart", "one_host_each", one_host_each)
-    server = EpServer(
-        Requests(checkpoint, [], [], []),
-        folder,
-        "apart",
-        *DP2,
-        EAGER,
-        environment={"PYTHONPATH": str(plugin)},
-    )
-    with pytest.raises(ServerError), server:
-        pass
-    told = server.server.log_path.read_text("utf-8")
-    assert "no transport connects the ranks: the CPU ranks are on several hosts" in told
-    assert "(boot id of rank 0); rank 1 on" in told
-    assert NO_WEIGHTS not in told
 
 
 @pytest.mark.timeout(900)

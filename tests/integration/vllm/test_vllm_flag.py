@@ -168,22 +168,6 @@ def test_the_version_of_the_code_changes_with_the_code(
     assert seen[0].startswith(version("moe-nvlink-plugin") + "+")
 
 
-def test_files_of_editors_are_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "__init__.py").write_text("")
-    monkeypatch.setattr(moe_nvlink_plugin, "__file__", str(tmp_path / "__init__.py"))
-    before = platform.code_version.__wrapped__()
-    (tmp_path / ".#ops.py").symlink_to("somebody@host:1")  # Emacs, while it has unsaved changes
-    (tmp_path / "._ops.py").write_bytes(b"\x00\x05\x16\x07\xff")  # macOS, on other file systems
-    (tmp_path / ".ipynb_checkpoints").mkdir()
-    (tmp_path / ".ipynb_checkpoints" / "ops.py").write_text("")
-    assert platform.code_version.__wrapped__() == before
-
-
-def test_python_refuses_an_unknown_name(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="no_such_backend"):
-        _engine_args(checkpoint, all2all_backend="no_such_backend").create_engine_config()
-
-
 def test_register_patches_once() -> None:
     from vllm.engine.arg_utils import EngineArgs
 

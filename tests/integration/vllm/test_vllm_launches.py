@@ -236,14 +236,6 @@ def test_rows_quantised_on_arrival_launch_more() -> None:
     assert len(names) > 2
 
 
-def test_experts_that_leave_the_sum_launch_more() -> None:
-    """That a further launch is seen."""
-    (names,) = run_ranks(1, lambda group: _of_rank(group, left_open="Contiguous"))
-    assert names != TWO_LAUNCHES
-    assert names[0] == TWO_LAUNCHES[0]
-    assert names[-1] == TWO_LAUNCHES[1]
-
-
 def test_what_an_op_calls_is_seen() -> None:
     def rank_main(group: Any) -> list[str]:
         config, recorded = config_of(1, 0), Launches()

@@ -773,21 +773,6 @@ def test_auto_is_the_cost_rules_choice_among_sizes_that_divide(
     assert 0 < plan.crossover < MOST_ROWS
 
 
-def test_auto_leaves_a_head_whole_that_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = head_cost.Rates(1e12, 1e15, 1e6, 1.0)
-    monkeypatch.setattr(head_cost, "rates_of", lambda device, element_bytes: rates)
-    plan = plan_of(_vllm_config("auto"), VOCAB, 4, CPU)
-    assert plan.size == 1
-    assert "not split" in plan.report(CPU)
-
-
-def test_the_report_says_what_is_read_before_and_after() -> None:
-    text = plan_of(_vllm_config(2), 129_280, 4, CPU).report(CPU)
-    assert "groups of 2" in text
-    assert "16.55 MB" in text  # 129280 rows of 32 floats
-    assert "8.274 MB" in text
-
-
 class Answers:
     """A group whose other ranks pass what a test says."""
 
@@ -1088,18 +1073,10 @@ def test_no_rank_drafts_another_number_of_tokens(drafting: Path) -> None:
     assert config.speculative_config.num_speculative_tokens_per_batch_size is None
 
 
-def test_probabilistic_drafts_keep_their_logits(drafting: Path) -> None:
-    config = _create(drafting, 2, speculative_config={"draft_sample_method": "probabilistic"})
-    assert not config.speculative_config.use_local_argmax_reduction
-    assert plan_of(config, 500, 4, CPU).full_logits
-
-
 @pytest.mark.parametrize(
     ("size", "values", "words"),
     [
         (3, {}, ["mtp_lm_head_tp_size=3", "--data-parallel-size 4"]),
-        (0, {}, ["mtp_lm_head_tp_size=0"]),
-        (2, {"tensor_parallel_size": 2}, ["--tensor-parallel-size 2"]),
         (2, {"pipeline_parallel_size": 2}, ["--pipeline-parallel-size 2 with --specu"]),
         (2, {"dtype": "bfloat16", "hf_overrides": {"head_dtype": "float32"}}, ["head_dtype"]),
     ],

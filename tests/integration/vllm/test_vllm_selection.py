@@ -27,17 +27,6 @@ def test_every_layer_is_served_or_refused_for_a_reason() -> None:
         assert without == "the same" or re.fullmatch(served, without), row
 
 
-def test_machines_that_decide_alike_share_a_table() -> None:
-    """And no machine is missing."""
-    one, other = {"A | BF16 | ": "x"}, {"A | BF16 | ": "y"}
-    text = selection.page_of({"H": [one, one], "B": [one, other], "GB": [one, other]})
-    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["H", "B, GB"]
-    assert re.findall(r"^\| A .*$", text, re.MULTILINE) == [
-        "| A | BF16 | | x | the same |",
-        "| A | BF16 | | x | y |",
-    ]
-
-
 @pytest.mark.skipif(
     vllm.__version__.split("+")[0] != "0.33.0", reason="this is not vLLM 0.33: test_vllm33.py"
 )

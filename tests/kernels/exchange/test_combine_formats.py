@@ -80,7 +80,6 @@ def exchange(
     hidden_splits: int = 1,
     *,
     scale: float = 1.0,
-    overwrite_counts: bool = False,
 ) -> Outcome:
     """`partial_rows[token, k]` is what rank k's expert makes of rank 0's token."""
     num_tokens, top_k, hidden_size = partial_rows.shape
@@ -98,8 +97,6 @@ def exchange(
             received = layer.dispatch(
                 torch.zeros(count, hidden_size, dtype=mine.dtype), ids, numbers
             )
-            if overwrite_counts:
-                received.recv_counts.zero_()
             rows = layer.combine_input()
             rows.fill_(math.nan)  # of slots that are not filled: nobody may look
             tokens = received.topk_weights[:num_tokens, 0].long()
@@ -473,35 +470,7 @@ def test_bound_in_terms_of_amax(name: str, distribution: str) -> None:
     assert float((bound / amax).max()) > 0.9 * share
 
 
-def rms(values: torch.Tensor) -> float:
-    return float(values.double().square().mean().sqrt())
-
-
-#: Root mean square error of a cast to e4m3 without scales over that of the format, on rows with
-#: outlier channels. Measured: 418 and 37.
-BETTER_THAN_A_CAST = {"fp8_block": 300.0, "nvfp4": 25.0}
-
-
-@each_block_format
-def test_beats_a_cast_without_scales(name: str) -> None:
-    """The cast saturates at 448, and outliers are what it saturates."""
-    rows = draw("outlier_channels", (32, 8, 1024), BF16)
-    error, _bound = errors(rows, name)
-    cast = rows.float().clamp(-448, 448).to(torch.float8_e4m3fn).float()
-    of_cast = (sum_of(cast, BF16).double() - rows.double().sum(1)).abs()
-    assert rms(of_cast) > BETTER_THAN_A_CAST[name] * rms(error)
-    assert rms(of_cast) < 2 * BETTER_THAN_A_CAST[name] * rms(error), "state the larger factor"
-
-
 # ---- Names, sizes, failures.
-
-
-@each_format
-def test_counts_that_the_caller_has_written_to_do_not_matter(name: str) -> None:
-    """Dispatched.recv_counts is the caller's tensor once dispatch is done."""
-    rows = draw("gaussian", (5, 3, 128), BF16)
-    combined = exchange(rows, name, overwrite_counts=True).combined
-    assert_same_bits(combined, expected(rows, name), name)
 
 
 @pytest.mark.parametrize("name", COMBINE_FORMATS)

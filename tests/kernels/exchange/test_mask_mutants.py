@@ -25,8 +25,8 @@ pytestmark = pytest.mark.timeout(600)
 TIMEOUT_S = 2.0
 
 _ASKS = "if (!is_active(args, peer)) return;"
-_DOES_NOT_ASK = "if (!AWAKE && !is_active(args, peer)) return;"
-_WAITS = "if (is_active(args, peer)) {"
+_PEER = "is_active(args, peer)"
+_ALL = "args.active_ranks == 0"
 
 Check = Callable[[pytest.MonkeyPatch], None]
 
@@ -59,114 +59,99 @@ def going_on(_: pytest.MonkeyPatch) -> None:
     test_survivors.check_that_ranks_go_on(TIMEOUT_S)
 
 
-#: What is broken, and the check that must fail.
-MUTANTS: dict[str, tuple[list[Edit], Check]] = {
-    "dispatch routes to a rank that is left out": (
-        instead("active_target_of", "is_active(args, target)", "true"),
+def does_not_ask(function: str) -> list[Edit]:
+    return [Edit(function, _ASKS, f"if (!AWAKE && !{_PEER}) return;")]
+
+
+#: What is broken, by the check that must fail.
+BROKEN: list[tuple[Check, dict[str, list[Edit]]]] = [
+    (
         going(small=False),
+        {
+            "dispatch routes to a rank that is left out": instead(
+                "active_target_of", "is_active(args, target)", "true"
+            ),
+            "dispatch signals it": instead("publish_counts", _PEER, "true"),
+            "dispatch waits for it": instead("collect_counts", _PEER, "true"),
+            "combine signals it": instead("signal_peers", _PEER, "true"),
+            "combine waits for it": does_not_ask("combine_barrier"),
+            "combine has no mask": instead("is_active", "args.is_masked == 0", "true"),
+            "a dispatch waits for a rank that left rounds ago": instead(
+                "await_leavers", "!has_rank(local->active_ranks, peer)", "false"
+            ),
+        },
     ),
-    "dispatch signals it": (
-        instead("publish_counts", "is_active(args, peer)", "true"),
-        going(small=False),
-    ),
-    "dispatch waits for it": (
-        instead("collect_counts", "is_active(args, peer)", "true"),
-        going(small=False),
-    ),
-    "combine signals it": (
-        instead("signal_peers", "is_active(args, peer)", "true"),
-        going(small=False),
-    ),
-    "combine waits for it": (
-        [Edit("combine_barrier", _ASKS, _DOES_NOT_ASK)],
-        going(small=False),
-    ),
-    "small dispatch routes to it": (
-        instead("active_owner_of", "is_active(args, owner)", "true"),
+    (
         going(small=True),
+        {
+            "small dispatch routes to it": instead(
+                "active_owner_of", "is_active(args, owner)", "true"
+            ),
+            "small dispatch signals it": does_not_ask("publish_small_round"),
+            "small dispatch waits for it": instead("see_counts", _PEER, "true"),
+            "a dispatch waits for its combine": does_not_ask("await_combine"),
+            "ids of its experts stay": instead("keeps", _ALL, "true"),
+            "dispatch leaves no mask": instead("leave_mask", _ALL, "true"),
+        },
     ),
-    "small dispatch counts rows for it": (
-        instead("count_sent_rows", "is_active(args, rank)", "true"),
-        counters,
-    ),
-    "small dispatch signals it": (
-        [Edit("publish_small_round", _ASKS, _DOES_NOT_ASK)],
-        going(small=True),
-    ),
-    "small dispatch waits for it": (
-        instead("see_counts", "is_active(args, peer)", "true"),
-        going(small=True),
-    ),
-    "small dispatch waits for what it has pulled": (
-        [Edit("await_pulled", _ASKS, _DOES_NOT_ASK)],
+    (
         going(small=True, combine="fp8_block"),
+        {"small dispatch waits for what it has pulled": does_not_ask("await_pulled")},
     ),
-    "a dispatch waits for its combine": (
-        [Edit("await_combine", _ASKS, _DOES_NOT_ASK)],
-        going(small=True),
+    (
+        counters,
+        {
+            "small dispatch counts rows for it": instead(
+                "count_sent_rows", "is_active(args, rank)", "true"
+            )
+        },
     ),
-    "ids of its experts stay": (
-        instead("keeps", "args.active_ranks == 0", "true"),
-        going(small=True),
-    ),
-    "combine has no mask": (
-        instead("is_active", "args.is_masked == 0", "true"),
-        going(small=False),
-    ),
-    "dispatch leaves no mask": (
-        instead("leave_mask", "args.active_ranks == 0", "true"),
-        going(small=True),
-    ),
-    "a mask has no tag": (
-        instead("mask_tag", "args.active_ranks == 0", "true"),
-        differing(small=False),
-    ),
-    "a small round's mask has no tag": (
-        instead("mask_tag", "args.active_ranks == 0", "true"),
-        differing(small=True),
-    ),
-    "a rank that leaves itself out goes on": (
-        instead("load_exclusion", "args.active_ranks != 0", "false"),
+    (differing(small=False), {"a mask has no tag": instead("mask_tag", _ALL, "true")}),
+    (differing(small=True), {"a small round's mask has no tag": instead("mask_tag", _ALL, "true")}),
+    (
         left_out(small=False),
+        {
+            "a rank that leaves itself out goes on": instead(
+                "load_exclusion", "args.active_ranks != 0", "false"
+            )
+        },
     ),
-    "it does not report that": (
-        instead("report_left_out", "is_active(args, me)", "true"),
+    (
         left_out(small=True),
+        {"it does not report that": instead("report_left_out", "is_active(args, me)", "true")},
     ),
-    "the second word is not read": (
-        instead("has_rank", "mask + rank / 64", "mask"),
+    (
         two_words,
+        {"the second word is not read": instead("has_rank", "mask + rank / 64", "mask")},
     ),
-    "a dispatch waits for a rank that left rounds ago": (
-        instead("await_leavers", "!has_rank(local->active_ranks, peer)", "false"),
-        going(small=False),
-    ),
-    "counts are sent to it": (
-        [Edit("send_expert_counts", _ASKS, _DOES_NOT_ASK)],
+    (
         going_with_counts,
+        {
+            "counts are sent to it": does_not_ask("send_expert_counts"),
+            "counts of it are awaited": instead(
+                "receive_expert_counts", "is_active(args, source)", "true"
+            ),
+        },
     ),
-    "counts of it are awaited": (
-        instead("receive_expert_counts", "is_active(args, source)", "true"),
-        going_with_counts,
-    ),
-    "meet waits for a rank that has gone": (
-        [Edit("meet_body", _WAITS, "if (AWAKE || is_active(args, peer)) {")],
+    (
         going_on,
+        {
+            "meet waits for a rank that has gone": [
+                Edit("meet_body", f"if ({_PEER}) {{", f"if (AWAKE || {_PEER}) {{")
+            ],
+            "meet has no mask in its entry": instead(
+                "leave_entry", "args.active_ranks[word]", "uint64_t{0}"
+            ),
+            "meet tells nobody": [Edit("meet_body", _ASKS, f"if (AWAKE || !{_PEER}) return;")],
+        },
     ),
-    "meet has no mask in its entry": (
-        instead("leave_entry", "args.active_ranks[word]", "uint64_t{0}"),
-        going_on,
-    ),
-    "meet tells nobody": (
-        [Edit("meet_body", _ASKS, "if (AWAKE || !is_active(args, peer)) return;")],
-        going_on,
-    ),
-}
+]
+CHECKS = {name: check for check, mutants in BROKEN for name in mutants}
+BUGS: Bugs = {name: edits for _check, mutants in BROKEN for name, edits in mutants.items()}
 #: Those that `make test` looks at. They wait for nobody; after the others a rank that has ended its
 #: part waits for those that have failed.
 SAMPLE = ("dispatch signals it", "small dispatch counts rows for it")
-NUMBERS = {name: number for number, name in enumerate(MUTANTS, 1)}
-BUGS: Bugs = {name: edits for name, (edits, _check) in MUTANTS.items()}
+NUMBERS = {name: number for number, name in enumerate(BUGS, 1)}
 
 _WAKE = 'extern "C" void moe_nvlink_wake(int bug) { moe_nvlink::seeded_bug = bug; }\n'
 
@@ -193,12 +178,12 @@ def wake(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.mark.parametrize(
     "name",
-    [each if each in SAMPLE else pytest.param(each, marks=pytest.mark.long) for each in MUTANTS],
+    [each if each in SAMPLE else pytest.param(each, marks=pytest.mark.long) for each in BUGS],
 )
 def test_it_is_noticed(
     name: str, wake: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = MUTANTS[name][1]
+    check = CHECKS[name]
     check(monkeypatch)  # asleep it changes nothing
     wake(NUMBERS[name])
     # A wrong result, a rank's error, or an error that does not come.

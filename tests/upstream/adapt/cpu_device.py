@@ -29,16 +29,6 @@ MOST_RANKS = 4
 _installed: list[Any] = []
 
 
-class SaysYes:
-    """A platform that answers one question with yes, and all others as the real one does."""
-
-    def __init__(self, platform: Any, question: str) -> None:
-        self._platform, self._question = platform, question
-
-    def __getattr__(self, name: str) -> Any:
-        return (lambda: True) if name == self._question else getattr(self._platform, name)
-
-
 def on_cpu(device: Any) -> Any:
     """A device argument, with the CPU for CUDA devices and numbers of devices. Local.
 

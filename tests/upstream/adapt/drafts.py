@@ -2,7 +2,7 @@
 
 The file names two models of the hub, a target and its draft, which have no stand-in: transformers
 has no model class with draft layers to write one with. The demonstration's toy has both in one
-checkpoint. On GPUs, where this has never been run, its numbers are bfloat16, for attention's sake.
+checkpoint.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MTP_MODEL, write_checkpoint
 
-from .. import models, settings
+from .. import models
 
 _MODULE = "tests.v1.e2e.spec_decode.test_mtp_parallel_load"
 #: The file asks for contexts of 2048.
 MODEL = dataclasses.replace(MTP_MODEL, max_position_embeddings=4096)
 
 
-def write(folder: Path, dtype: str) -> Path:
-    """The toy with a tokenizer, its numbers taken for `dtype`; returns the folder."""
+def write(folder: Path) -> Path:
+    """The toy with a tokenizer, its numbers taken for float32; returns the folder."""
     write_checkpoint(folder, MODEL)
     path = folder / "config.json"
-    config = json.loads(path.read_text("utf-8")) | {"torch_dtype": dtype}
+    config = json.loads(path.read_text("utf-8")) | {"torch_dtype": "float32"}
     path.write_text(json.dumps(config), "utf-8")
     models._tokenizer().save_pretrained(folder)
     return folder
@@ -46,12 +46,10 @@ class Drafts:
         modules = {item.module.__name__: item.module for item in items}
         if _MODULE not in modules:
             return
-        on_cpu = not settings.gpus()
-        toy = str(write(self._folder, "float32" if on_cpu else "bfloat16"))
+        toy = str(write(self._folder))
         modules[_MODULE].DEEPSEEK_MTP_MAIN_RANDOM = toy
         modules[_MODULE].DEEPSEEK_MTP_DRAFT_RANDOM = toy
-        if on_cpu:
-            _count_processes_as_devices()
+        _count_processes_as_devices()
 
 
 def _count_processes_as_devices() -> None:

@@ -3,8 +3,7 @@
 In the process of the tests, an engine's arguments are completed where they are made; servers get
 FLAGS. Models without experts are left alone. A test then passes only if all ranks of its engines
 have counted rounds of ours: without that it would show nothing. Servers are asked after they have
-ended, when the last test of theirs has. On GPUs, where workers count only when they end, this has
-never been run.
+ended, when the last test of theirs has.
 """
 
 from __future__ import annotations

@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 
-from .. import settings
-
 #: What a process is told at its start beside Python's own: its parent's environment.
 ENVIRONMENT = "environ"
 
@@ -38,9 +36,7 @@ def spawn_by_forking() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Starts the server, whose imports take as long as pytest's own. On GPUs nothing is changed."""
-    if settings.gpus():
-        return
+    """Starts the server, whose imports take as long as pytest's own."""
     spawn_by_forking()
     forkserver.set_forkserver_preload([f"{__package__}.forked_imports"])
     forkserver.ensure_running()

@@ -65,7 +65,7 @@ class Fp8RowsExperts(cpu_fp8_experts.Fp8RowsMixin, CPUUnquantizedExperts):
 
 
 class Fp8TorchExperts(TorchExperts):
-    """Experts that take FP8 rows with any of the harness's scales, as vLLM's for GPUs do."""
+    """Experts that take FP8 rows with any of the harness's scales."""
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:

@@ -8,13 +8,12 @@ The file's inputs are equal on all ranks, and so small that outputs of zeros lie
 tolerances. Here each data-parallel rank has its own inputs (`_own_inputs`), so large
 (`input_scale`) that a missing row shows.
 
-On CPUs the reference is vLLM's `torch_experts` instead of Triton's kernel. What vLLM's expert load
-balancing lacks there is the adapter's.
+The reference is vLLM's `torch_experts` instead of Triton's kernel. What vLLM's expert load
+balancing lacks on CPUs is the adapter's.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -31,7 +30,6 @@ from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY
 from moe_nvlink_plugin.integration.vllm.balancing import eplb
 
-from .. import settings
 from . import ranks
 
 _MODULE = "tests.kernels.moe.test_moe_layer"
@@ -39,7 +37,6 @@ _MODULE = "tests.kernels.moe.test_moe_layer"
 #: Dispatch formats by the tests' names. "fp8" and "modelopt_fp8" have one scale per tensor, for
 #: which neither vLLM nor we have experts on CPUs without AMX.
 ON_CPU = {None, "fp8_blocked"}
-ON_GPU = {None, "fp8", "fp8_blocked", "modelopt_fp8", "modelopt_fp4"}
 #: Experts with data parallelism, data or tensor parallelism alone, sequence parallel.
 SUPPORTED = (True, False, False, True)
 
@@ -62,19 +59,17 @@ def adapt() -> None:
     module: Any = importlib.import_module(_MODULE)
     if BACKEND in module.BACKENDS:
         return
-    on_cpu = not settings.gpus()
     module.BACKENDS.insert(0, BACKEND)  # in place: parametrize marks hold the list
-    module.BACKEND_SUPPORTED_QUANTS[BACKEND] = ON_CPU if on_cpu else ON_GPU
+    module.BACKEND_SUPPORTED_QUANTS[BACKEND] = ON_CPU
     module.BACKEND_EP_DP_TP_SUPPORT[BACKEND] = SUPPORTED
     module.EPLB_SUPPORTED_BACKENDS.append(BACKEND)
-    _choose_backend(module, on_cpu)
+    _choose_backend(module)
     module.sp_wrapper = functools.partial(_sequence_parallel, module)
     module._run_one_config = functools.partial(_run_one_config, module, module._run_one_config)
-    if on_cpu:
-        from tests.kernels.utils import torch_experts
+    from tests.kernels.utils import torch_experts
 
-        module.fused_experts = functools.partial(_reference, torch_experts)
-        module.make_test_weights = _Remembered(module.make_test_weights)
+    module.fused_experts = functools.partial(_reference, torch_experts)
+    module.make_test_weights = _Remembered(module.make_test_weights)
 
 
 # In pytest's process.
@@ -107,24 +102,23 @@ def _chosen_subcases(
 # How a test's configuration asks for us.
 
 
-def _choose_backend(module: Any, on_cpu: bool) -> None:
+def _choose_backend(module: Any) -> None:
     """What the command line does with `--all2all-backend moe_nvlink`, for the two classes."""
     ours: list[Any] = []
     make_parallel, make_config = module.ParallelConfig, module.VllmConfig
-    allowed = eplb.allowed if on_cpu else contextlib.nullcontext
 
     def parallel_config(**named: Any) -> Any:
         if named.get("all2all_backend") != BACKEND:
             return make_parallel(**named)
         named["all2all_backend"] = CARRIER
-        with allowed():
+        with eplb.allowed():
             ours.append(make_parallel(**named))
         return ours[-1]
 
     def vllm_config(**named: Any) -> Any:
         if not any(named["parallel_config"] is config for config in ours):
             return make_config(**named)
-        with allowed():
+        with eplb.allowed():
             try:
                 return make_config(additional_config={KEY: BACKEND}, **named)
             except UnsupportedError as refusal:
@@ -214,7 +208,7 @@ def _sequence_parallel(
     return sliced
 
 
-# On CPUs.
+# vLLM's references and weights.
 
 
 def _reference(

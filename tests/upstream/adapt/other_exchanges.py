@@ -1,21 +1,14 @@
 """vLLM's tests of other all-to-alls, with our exchange in the place of theirs.
 
-NEVER RUN on a GPU. Three of these files also run on CPU processes; the others need CUDA graphs,
-Triton's or FlashInfer's experts.
-
 * distributed/test_mnnvl_alltoall.py: FlashInfer's two-sided exchange (`MoeAllToAll`, unquantised),
   and its one-sided exchange with quantised rows and FP8 on the way back (`MoeAllToAll` with recipe
-  nvfp4, combine fp8_block). Also on CPUs.
-* kernels/moe/test_deepep_moe.py: DeepEP's prepare/finalize before vLLM's experts; ours before the
-  same experts. Also on CPUs, with experts in torch.
+  nvfp4, combine fp8_block).
+* kernels/moe/test_deepep_moe.py: DeepEP's prepare/finalize before vLLM's experts; ours before
+  experts in torch.
 * kernels/moe/test_flashinfer_moe_ep.py: FlashInfer's whole layer, bit for bit on values that
-  quantise exactly; ours and Triton's experts, unquantised. Also on CPUs, with experts in torch.
-* kernels/moe/test_moe_layer.py, the MoRI graph: a captured layer, replayed with other routing.
-* distributed/test_eplb_fused_moe_layer*.py: experts that change their rank; ours exchanges rows in
-  the data-parallel one.
+  quantise exactly; ours and experts in torch, unquantised.
 
-Only names of the test modules change: skip marks that ask for the other library, its classes, and
-configurations that name it.
+Only names of the test modules change: skip marks that ask for the other library, and its classes.
 """
 
 from __future__ import annotations
@@ -33,24 +26,19 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from .. import settings
 from . import ranks
-from .cpu_device import SaysYes
-from .torch_experts import export_triton_experts
+from .torch_experts import TorchExperts, export_triton_experts
 
 _MNNVL = "tests.distributed.test_mnnvl_alltoall"
 _DEEPEP = "tests.kernels.moe.test_deepep_moe"
 _WHOLE_LAYER = "tests.kernels.moe.test_flashinfer_moe_ep"
-_LAYER = "tests.kernels.moe.test_moe_layer"
-_EPLB = ("tests.distributed.test_eplb_fused_moe_layer",) + (
-    "tests.distributed.test_eplb_fused_moe_layer_dep_nvfp4",
-)
 
 #: Words of skip marks that ask for what ours replaces.
 ASK_FOR_ANOTHER = ("FlashInfer", "SYS_PTRACE", "deep_ep")
 #: How far all outputs of a test together may be off, relative to their norm: roundings to bfloat16
 #: between the products are below 0.01, roundings of rows and weights to FP8 below 0.06.
 TOLERANCE = 0.1
+CPU = torch.device("cpu")
 #: The exit code of a rank whose test skips itself.
 _SKIPS = 77
 
@@ -58,19 +46,12 @@ _SKIPS = 77
 # What ranks need.
 
 
-def device() -> torch.device:
-    """This rank's device."""
-    if not settings.gpus():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def placement(rank: int, num_ranks: int, num_experts: int) -> torch.Tensor:
     """vLLM's expert_map `[num_experts] int32` of contiguous, equally many experts a rank."""
     each = num_experts // num_ranks
     expert_map = torch.full((num_experts,), -1, dtype=torch.int32)
     expert_map[rank * each : (rank + 1) * each] = torch.arange(each, dtype=torch.int32)
-    return expert_map.to(device())
+    return expert_map
 
 
 def exchange_of(group: Any, **sizes: Any) -> Any:
@@ -78,7 +59,7 @@ def exchange_of(group: Any, **sizes: Any) -> Any:
     from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 
     config = AllToAllConfig(ep_size=group.size(), ep_rank=group.rank(), **sizes)
-    return MoeAllToAll.create(config, group, device())
+    return MoeAllToAll.create(config, group, CPU)
 
 
 def kernel_of(group: Any, experts: Any, sizes: Mapping[str, Any], dispatch: str = "auto") -> Any:
@@ -89,7 +70,6 @@ def kernel_of(group: Any, experts: Any, sizes: Mapping[str, Any], dispatch: str 
     from moe_nvlink_plugin.integration.common.formats import choose
     from moe_nvlink_plugin.integration.common.options import Options
     from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
-    from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
     from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
 
     def find_recipe(name: str) -> Any:
@@ -100,18 +80,14 @@ def kernel_of(group: Any, experts: Any, sizes: Mapping[str, Any], dispatch: str 
         VllmExpertsInput.of(experts),
         sizes["hidden_size"],
         sizes["dtype"],
-        device(),
+        CPU,
         Options(dispatch=dispatch),
         find_recipe,
     )
     recipe = None if chosen.recipe is None else chosen.recipe.name
-    written = {"scales_layout": chosen.scales_layout}
-    if settings.gpus():
-        written["received_ids"] = "elsewhere"
-    exchange = exchange_of(group, **sizes, **written, recipe=recipe)
+    exchange = exchange_of(group, **sizes, scales_layout=chosen.scales_layout, recipe=recipe)
     expert_map = placement(group.rank(), group.size(), sizes["num_experts"])
-    ours: Any = CpuPrepareAndFinalize(exchange, expert_map, chosen) if not settings.gpus() else None
-    return mk.FusedMoEKernel(ours or CudaPrepareAndFinalize(exchange, expert_map, chosen), experts)
+    return mk.FusedMoEKernel(CpuPrepareAndFinalize(exchange, expert_map, chosen), experts)
 
 
 def check_used(exchange: Any) -> None:
@@ -270,7 +246,7 @@ def _spawn_workers(
 
     ports = str(get_open_port()), str(get_open_port())
     args = (world_size, ports[0], worker, dp_size, ports[1], _Printed())
-    ranks.spawn(run_worker, args, nprocs=world_size, seated=False)
+    ranks.spawn(run_worker, args, nprocs=world_size)
 
 
 # DeepEP's prepare/finalize.
@@ -329,8 +305,7 @@ def make_deepep_kernel(
     Rows per expert, which DeepEP's low-latency exchange makes, are not ours: such tests get the
     experts of the others. FP8 rows of that exchange have a scale for 128 elements: fp8_block.
     """
-    experts_class = _experts_class()
-    experts = experts_class(moe_config=module.make_dummy_moe_config(), quant_config=quant_config)
+    experts = TorchExperts(moe_config=module.make_dummy_moe_config(), quant_config=quant_config)
     sizes = {
         "num_experts": num_experts,
         "top_k": config.topk,
@@ -349,16 +324,6 @@ def make_deepep_kernel(
     return kernel
 
 
-def _experts_class() -> Any:
-    if not settings.gpus():
-        from .torch_experts import TorchExperts
-
-        return TorchExperts
-    from vllm.model_executor.layers.fused_moe import TritonExperts
-
-    return TritonExperts
-
-
 def _deepep_in_parent(module: Any) -> None:
     # Of the sizes that DeepEP's low-latency kernels have, the one that the test asks for.
     module.DeepEPLLPrepareAndFinalize = types.SimpleNamespace(SUPPORTED_HIDDEN_SIZES=[2560])
@@ -375,7 +340,7 @@ class WholeLayer:
         from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
         from vllm.v1.worker.workspace import init_workspace_manager
 
-        init_workspace_manager(device())
+        init_workspace_manager(CPU)
         self._weights, self._num_experts = weights, moe.num_experts
         sizes = {
             "num_experts": moe.num_experts,
@@ -384,7 +349,7 @@ class WholeLayer:
             "max_tokens_per_rank": moe.max_num_tokens,
             "dtype": moe.in_dtype,
         }
-        experts = _experts_class()(moe_config=moe, quant_config=FUSED_MOE_UNQUANTIZED_CONFIG)
+        experts = TorchExperts(moe_config=moe, quant_config=FUSED_MOE_UNQUANTIZED_CONFIG)
         self._group = get_ep_group().cpu_group
         self._kernel = kernel_of(self._group, experts, sizes)
 
@@ -432,7 +397,7 @@ def _whole_layer_in_rank() -> None:
 
 
 def _whole_layer_in_parent(module: Any) -> None:
-    module.distributed_run = distributed_run if settings.gpus() else _with_small_experts
+    module.distributed_run = _with_small_experts
     # The test asks pytest whether FlashInfer can be imported; ours needs none.
     module.pytest = types.SimpleNamespace(importorskip=lambda _name: None, skip=pytest.skip)
 
@@ -449,7 +414,7 @@ def distributed_run(work: Callable[..., None], world_size: int, *args: Any) -> N
 
     try:
         described = (work, world_size, str(get_open_port()), args)
-        ranks.spawn(_numbered, described, nprocs=world_size, seated=False)
+        ranks.spawn(_numbered, described, nprocs=world_size)
     except ProcessExitedException as ended:
         if ended.exit_code == _SKIPS:
             pytest.skip(f"rank {ended.error_index} skips the test")
@@ -468,70 +433,6 @@ def _numbered(
         sys.exit(_SKIPS)
 
 
-# Experts that change their rank.
-
-
-def _eplb_in_rank() -> None:
-    for name in _EPLB:
-        module: Any = importlib.import_module(name)
-        module.VllmConfig = _naming_us(module.VllmConfig)
-
-
-def _naming_us(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Configurations that ask for us, as `--all2all-backend moe_nvlink` would leave them."""
-    from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY
-
-    def vllm_config(*arguments: Any, **named: Any) -> Any:
-        made = original(*arguments, **named)
-        # Afterwards: the sizes that our validation asks for are set by the test, field by field.
-        made.additional_config = {KEY: BACKEND}
-        made.parallel_config.all2all_backend = CARRIER
-        return made
-
-    return vllm_config
-
-
-def _eplb_in_parent(module: Any) -> None:
-    module.distributed_run = distributed_run
-
-
-# A layer in a CUDA graph.
-
-
-def _graph_in_parent(module: Any) -> None:
-    from moe_nvlink_plugin.integration.vllm.backend import CARRIER
-
-    aiter_ops: Any = importlib.import_module("vllm._aiter_ops")
-    aiter_ops.is_aiter_found_and_supported = lambda: True
-    module.has_mori = lambda: True
-    module.current_platform = SaysYes(module.current_platform, "is_rocm")
-    parallel_config = module.ParallelConfig
-
-    def carried(**named: Any) -> Any:
-        if named.get("all2all_backend") == "mori_high_throughput":
-            named["all2all_backend"] = CARRIER
-        return parallel_config(**named)
-
-    module.ParallelConfig = carried
-    module.VllmConfig = _naming_us(module.VllmConfig)
-
-
-def _graph_in_rank() -> None:
-    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-
-    from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
-
-    setattr(CudaPrepareAndFinalize, "use_fp8_dispatch", False)  # noqa: B010  # MoRI's
-    package = "vllm.model_executor.layers.fused_moe"
-    for name, attribute, ours in (
-        ("prepare_finalize.mori", "MoriPrepareAndFinalize", CudaPrepareAndFinalize),
-        ("experts.rocm_aiter_moe", "AiterExperts", mk.FusedMoEExpertsModular),
-    ):
-        stand_in = types.ModuleType(f"{package}.{name}")
-        setattr(stand_in, attribute, ours)
-        sys.modules[stand_in.__name__] = stand_in
-
-
 # pytest's side.
 
 
@@ -546,8 +447,6 @@ ADAPTATIONS: dict[str, Adaptation] = {
     _MNNVL: Adaptation(_mnnvl_in_parent, _mnnvl_in_rank),
     _DEEPEP: Adaptation(_deepep_in_parent, _deepep_in_rank),
     _WHOLE_LAYER: Adaptation(_whole_layer_in_parent, _whole_layer_in_rank),
-    _LAYER: Adaptation(_graph_in_parent, _graph_in_rank),
-    **dict.fromkeys(_EPLB, Adaptation(_eplb_in_parent, _eplb_in_rank)),
 }
 
 
@@ -575,8 +474,8 @@ def _asks_for_another(mark: pytest.Mark) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> object | None:
-    """vLLM's `workspace_init` asks for device number 0; on CPUs ranks have what they need."""
-    if fixturedef.argname != "workspace_init" or settings.gpus():
+    """vLLM's `workspace_init` asks for device number 0; ranks have what they need."""
+    if fixturedef.argname != "workspace_init":
         return None
     fixturedef.cached_result = (True, fixturedef.cache_key(request), None)
     return True

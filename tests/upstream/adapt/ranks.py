@@ -1,18 +1,10 @@
-"""Ranks of vLLM's tests: processes of this CPU, or on GPUs, of which ranks may share one.
+"""Ranks of vLLM's tests: processes of this CPU.
 
 vLLM's launchers start ranks by torch's `spawn`. As a pytest plugin this module puts its own `spawn`
-in its place. A rank is then prepared before anything of the test is imported in it:
-
-* CPUs: it is forked from pytest's process, which has imported all that it needs and has no threads.
-  "cuda" is its CPU (`cpu_device`), and its groups are gloo's. A collective gives up after
-  `COLLECTIVE_S`, because a test of several subcases catches what one rank raises in a subcase, and
-  the other ranks wait there.
-* GPUs, NEVER RUN: if a test asks for more ranks than there are GPUs, each rank is told that it is
-  on a host of as many GPUs as there are. vLLM's launcher then gives every rank an existing device.
-  NCCL refuses two ranks on one device, so their groups are gloo's, and vLLM's own collectives that
-  need a device for each rank are off. Our transport `nvlink` maps memory of the same device like
-  memory of another one. Tests that name devices by rank ("cuda:1") cannot share: their groups in
-  `groups.yaml` ask for more GPUs.
+in its place. A rank is forked from pytest's process, which has imported all that it needs and has
+no threads, and is prepared before it calls anything of the test: "cuda" is its CPU (`cpu_device`),
+and its groups are gloo's. A collective gives up after `COLLECTIVE_S`, because a test of several
+subcases catches what one rank raises in a subcase, and the other ranks wait there.
 
 If a rank raises, dies or does not end in time, the launch fails with the rank's number, and the
 other ranks are killed.
@@ -27,10 +19,10 @@ import os
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -49,12 +41,6 @@ COLLECTIVE_S = "MOE_NVLINK_UPSTREAM_COLLECTIVE_S"
 #: If one rank has failed, the other ranks may end by themselves for so long.
 GRACE_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")
-#: vLLM's collectives that need one device for each rank are off, where ranks share a GPU.
-SHARING_ENVIRONMENT = {
-    "VLLM_DISABLE_PYNCCL": "1",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-}
 #: Begins the names of vLLM's shared memory. Its workers get it from their executor.
 _IDENTITY = "VLLM_DIST_IDENT"
 _NCCL = ("nccl", "cpu:gloo,cuda:nccl")
@@ -89,20 +75,12 @@ def spawn(
     args: tuple[Any, ...] = (),
     nprocs: int = 1,
     join: bool = True,
-    *,
-    seated: bool = True,
 ) -> None:
-    """torch's `spawn`, whose ranks are prepared. Raises what that raises, and RanksError.
-
-    Args:
-        seated: `args` begin with the number of ranks, the number of ranks of a host and the host's
-            number, as those of LAUNCHERS do, so that ranks may share GPUs.
-    """
+    """torch's `spawn`, whose ranks are prepared. Raises what that raises, and RanksError."""
     assert join
-    rank_main = _Rank(function, nprocs, seated)
-    method = "spawn" if settings.gpus() else "fork"
+    rank_main = _Rank(function)
     ranks = start_processes(  # type: ignore[no-untyped-call]
-        rank_main, args, nprocs, join=False, daemon=True, start_method=method
+        rank_main, args, nprocs, join=False, daemon=True, start_method="fork"
     )
     limit_s = settings.launch_s()
     end = time.monotonic() + limit_s
@@ -121,77 +99,25 @@ def spawn(
 
 
 class _Rank:
-    """What a rank runs, after it has been prepared.
+    """What a rank runs, after it has been prepared."""
 
-    A spawned process is prepared when it reads this, before it reads the arguments, which imports
-    the test's modules. A forked process reads nothing.
-    """
-
-    def __init__(self, function: Callable[..., Any], world_size: int, seated: bool) -> None:
-        self._of = (function.__module__, function.__qualname__, world_size, seated)
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
         self.identity = uuid.uuid4().hex[:8]
 
     def __call__(self, *args: Any) -> Any:
-        prepare, told = self.__reduce__()
-        return prepare(*told)(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        environment = {**os.environ, _IDENTITY: self.identity}
-        return _prepared, (*self._of, tuple(_setups), environment)
-
-
-def _prepared(
-    module: str,
-    name: str,
-    world_size: int,
-    seated: bool,
-    setups: tuple[Callable[[], None], ...],
-    environment: Mapping[str, str],
-) -> Callable[..., Any]:
-    os.environ.clear()
-    os.environ.update(environment)
-    if not settings.gpus():
-        _prepare_cpu()
-    elif seated and settings.gpus() < world_size:
-        _prepare_shared_gpu()
-    for setup in setups:
-        setup()
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return functools.partial(_seated, function) if seated else function
+        os.environ[_IDENTITY] = self.identity
+        _prepare()
+        for setup in _setups:
+            setup()
+        return self._function(*args)
 
 
-def _seated(function: Callable[..., Any], rank: int, world_size: int, *args: Any) -> Any:
-    here = seat(rank, world_size, settings.gpus())
-    return function(here.device, world_size, here.devices, here.node, *args[2:])
-
-
-class Seat(NamedTuple):
-    """Where a rank is told to be: host, device of that host, devices of a host."""
-
-    node: int
-    device: int
-    devices: int
-
-
-def seat(rank: int, world_size: int, gpus: int) -> Seat:
-    """A rank's place: one host if there are GPUs enough (or none), else hosts of `gpus` each."""
-    devices = gpus if 0 < gpus < world_size else world_size
-    return Seat(rank // devices, rank % devices, devices)
-
-
-def _prepare_cpu() -> None:
+def _prepare() -> None:
     cpu_device.install()
     limit = timedelta(seconds=float(os.environ.get(COLLECTIVE_S, "120")))
     torch.distributed.distributed_c10d.default_pg_timeout = limit
     gloo_for_nccl()
-
-
-def _prepare_shared_gpu() -> None:
-    from vllm.distributed import parallel_state
-
-    os.environ.update(SHARING_ENVIRONMENT)
-    gloo_for_nccl()
-    parallel_state.set_custom_all_reduce(False)
 
 
 def gloo_for_nccl() -> None:
@@ -217,20 +143,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
     """Before any module of vLLM's tests is imported."""
-    if not settings.gpus():
-        cpu_device.install()
-    elif settings.gpus() < cpu_device.MOST_RANKS:
-        _count_shared_devices()
+    cpu_device.install()
     os.environ.setdefault(_IDENTITY, uuid.uuid4().hex[:8])
     for launcher in LAUNCHERS:
         setattr(importlib.import_module(launcher), "spawn", spawn)  # noqa: B010
-
-
-def _count_shared_devices() -> None:
-    """As many devices as the largest test asks for: ranks can share."""
-    from vllm.platforms import current_platform
-
-    most = cpu_device.MOST_RANKS
-    torch.cuda.device_count = torch.accelerator.device_count = lambda: most
-    platform = type(current_platform)
-    platform.device_count = classmethod(lambda _cls: most)

@@ -80,7 +80,7 @@ class _Expected:
     """The plugin.
 
     Args:
-        rules: of the group; None: there are none yet, and no test may fail.
+        rules: of the group.
         whole: all tests of the group run, so that the rules' counts must fit.
         used: what vLLM must have done with our platform, "asked" or "taken", and whether.
         differences: where to write what differs.
@@ -88,12 +88,12 @@ class _Expected:
 
     def __init__(
         self,
-        rules: list[dict[str, Any]] | None,
+        rules: list[dict[str, Any]],
         whole: bool,
         used: tuple[str, bool],
         differences: str,
     ) -> None:
-        self._rules = None if rules is None else [Rule(**rule) for rule in rules]
+        self._rules = [Rule(**rule) for rule in rules]
         self._whole, self._used, self._path = whole, used, Path(differences)
         self._seen: dict[str, Seen] = {}
         self._names: list[str] = []
@@ -102,7 +102,7 @@ class _Expected:
 
     def keeps(self, node: str) -> bool:
         """Whether a file or test is to run; remembers those that are not."""
-        if not any(not rule.run and rule.fits(node) for rule in self._rules or ()):
+        if not any(not rule.run and rule.fits(node) for rule in self._rules):
             return True
         self._seen[node] = Seen(LEFT_OUT)
         return False
@@ -166,16 +166,10 @@ class _Expected:
         yield from differences(self._rules, self._seen, whole=self._whole)
 
 
-def differences(
-    rules: Sequence[Rule] | None, seen: Mapping[str, Seen], *, whole: bool
-) -> Iterator[str]:
+def differences(rules: Sequence[Rule], seen: Mapping[str, Seen], *, whole: bool) -> Iterator[str]:
     """A line for each outcome that is not as expected, and for each rule with another count."""
     counts: Counter[Rule] = Counter()
     for node, one in seen.items():
-        if rules is None:
-            if one.outcome in ("failed", NOT_RUN):
-                yield f"{node}: {one}"
-            continue
         rule = next((rule for rule in rules if rule.fits(node)), None)
         if rule is None:
             yield f"{node}: no rule fits; it is: {one}"
@@ -183,7 +177,7 @@ def differences(
         counts[rule] += 1
         if complaint := rule.complaint(one):
             yield f"{node}: {complaint}"
-    for rule in rules or ():
+    for rule in rules:
         if whole and counts[rule] != rule.count:
             yield f"rule {rule.tests!r}: {counts[rule]} tests, expected {rule.count}"
 

@@ -29,13 +29,17 @@ from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.integration.common.formats import choose
 from moe_nvlink_plugin.integration.common.options import Options
-from moe_nvlink_plugin.integration.vllm.backend import CARRIER
 from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
 from moe_nvlink_plugin.testing import run_ranks
 from tests.integration.common.framework_wheels import left_out
 from tests.integration.vllm.moe.test_vllm_quantised import ONE, TENSOR_SCALE, fp8, mxfp8, nvfp4
-from tests.integration.vllm.moe.vllm_layer import config_of, expert_map_of, take_cuda_branches
+from tests.integration.vllm.moe.vllm_layer import (
+    config_of,
+    expert_map_of,
+    parallel_of,
+    take_cuda_branches,
+)
 from tests.support import flashinfer_wheel, wheels
 
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, INTERMEDIATE_SIZE, CAPACITY = 8, 4, 256, 128, 8
@@ -138,18 +142,6 @@ def cuda_branches(monkeypatch: pytest.MonkeyPatch, environment: None) -> Iterato
         yield
 
 
-def parallel_of(rank: int) -> Any:
-    return moe_config.FusedMoEParallelConfig(
-        **dict.fromkeys(("tp_size", "pcp_size", "sp_size"), 1),
-        **dict.fromkeys(("tp_rank", "pcp_rank"), 0),
-        **dict.fromkeys(("dp_size", "ep_size"), EP_SIZE),
-        **dict.fromkeys(("dp_rank", "ep_rank"), rank),
-        use_ep=True,
-        all2all_backend=CARRIER,
-        enable_eplb=False,
-    )
-
-
 def experts_of(case: Case, rank: int) -> Any:
     module, name = case.experts.split(":")
     first, end = local_expert_range(NUM_EXPERTS, EP_SIZE, rank)
@@ -163,7 +155,7 @@ def experts_of(case: Case, rank: int) -> Any:
         activation=MoEActivation.SILU,
         device="cpu",
         routing_method=moe_config.RoutingMethodType.Renormalize,
-        moe_parallel_config=parallel_of(rank),
+        moe_parallel_config=parallel_of(EP_SIZE, rank),
         in_dtype=torch.bfloat16,
         max_num_tokens=CAPACITY,
     )
@@ -331,5 +323,5 @@ def test_what_vllm_offers_to_our_ranks(experts: str) -> None:
     """vLLM knows our ranks as ranks of its all-gather (CARRIER)."""
     module, name = experts.split(":")
     found = getattr(importlib.import_module(f"{EXPERTS}.{module}"), name)
-    assert bool(found._supports_parallel_config(parallel_of(0))) is OFFERED[experts]
+    assert bool(found._supports_parallel_config(parallel_of(EP_SIZE, 0))) is OFFERED[experts]
     assert not found.is_monolithic()

@@ -36,7 +36,7 @@ from moe_nvlink_plugin.errors import (
     PeerError,
     UnsupportedError,
 )
-from moe_nvlink_plugin.integration.common import formats, pool
+from moe_nvlink_plugin.integration.common import formats
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat, choose
 from moe_nvlink_plugin.integration.common.options import Options
@@ -180,25 +180,6 @@ def test_the_model_chooses_the_recipe(recipe: Any) -> None:
 @pytest.mark.parametrize("recipe", CONFIGS, ids=NAMES)
 def test_experts_that_quantise_for_themselves_get_activations(recipe: Any) -> None:
     assert format_of(experts_of(recipe, defers=True), Options()) == DispatchFormat()
-
-
-def test_users_hear_once_that_fp8_could_travel(caplog: pytest.LogCaptureFixture) -> None:
-    experts_input._say_that_fp8_could_travel.cache_clear()
-    caplog.set_level("INFO")
-    for experts in (
-        experts_of(FP8_BLOCK),
-        experts_of(MXFP8, defers=True),
-        Experts(LEFT_OPEN["NoOP"]()),
-    ):
-        experts_input.say_if_fp8_could_travel(experts)
-    assert not caplog.messages
-    for _layer in range(2):
-        experts_input.say_if_fp8_could_travel(experts_of(FP8_BLOCK, defers=True))
-    (told,) = caplog.messages
-    assert "Experts quantises its input itself" in told
-    assert "--moe-backend deep_gemm takes rows" in told
-    experts_input.say_if_fp8_could_travel(experts_of(FP8_TOKEN, defers=True))
-    assert "deep_gemm" not in caplog.messages[1]
 
 
 def test_unquantised_experts_get_activations() -> None:
@@ -695,20 +676,6 @@ def test_one_ranks_problem_is_told_to_all() -> None:
     assert own.startswith("UnsupportedError: --all2all-backend moe_nvlink: layer 3: the static")
     said = "rank 0: UnsupportedError: the static"
     assert others.startswith(f"PeerError: layer 3 cannot be set up on another rank; {said}")
-
-
-def test_a_problem_that_is_no_refusal_is_told_to_all_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def choose_or_fail(experts: Any, *rest: Any) -> Any:
-        if experts._quant_config is broken:
-            raise MemoryError("no room")
-        return choose(experts, *rest)
-
-    broken = nvfp4()
-    monkeypatch.setattr(pool, "choose", choose_or_fail)
-    own, others = _set_up([broken, nvfp4()])
-    assert own == "MemoryError: no room"
-    said = "rank 0: MemoryError: no room"
-    assert others == f"PeerError: layer 3 cannot be set up on another rank; {said}"
 
 
 class LoadedLayer:

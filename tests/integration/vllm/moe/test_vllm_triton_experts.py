@@ -36,7 +36,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.prepare_finalize import MoEPrepareAndFinalizeNoDPEPModular
 
-from moe_nvlink_plugin.integration.vllm.backend import CARRIER
+from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.integration.vllm.moe.vllm_layer import (
     CAPACITY,
@@ -44,6 +44,7 @@ from tests.integration.vllm.moe.vllm_layer import (
     NUM_EXPERTS,
     TOP_K,
     Layer,
+    parallel_of,
     take_cuda_branches,
     work_of,
 )
@@ -226,13 +227,8 @@ class Recording(TritonExperts):  # type: ignore[misc]
 def _experts(scheme: str, ep_size: int, ep_rank: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """One rank's experts, of all of a layer's, and their weights."""
     quantise, config_of_scales, _recipe = SCHEMES[scheme]
-    first, end = _placed(ep_size, ep_rank)
+    first, end = local_expert_range(NUM_EXPERTS, ep_size, ep_rank)
     (w1, scales1), (w2, scales2) = quantise(W1[first:end]), quantise(W2[first:end])
-    parallel = vllm_config.FusedMoEParallelConfig(
-        tp_size=1, pcp_size=1, dp_size=ep_size, ep_size=ep_size, tp_rank=0, pcp_rank=0,
-        dp_rank=ep_rank, ep_rank=ep_rank, sp_size=1, use_ep=ep_size > 1,
-        all2all_backend=CARRIER, enable_eplb=False,
-    )  # fmt: skip
     moe = vllm_config.FusedMoEConfig(
         num_experts=NUM_EXPERTS,
         experts_per_token=TOP_K,
@@ -243,20 +239,13 @@ def _experts(scheme: str, ep_size: int, ep_rank: int) -> tuple[Any, torch.Tensor
         activation=MoEActivation.SILU,
         device="cpu",
         routing_method=vllm_config.RoutingMethodType.Renormalize,
-        moe_parallel_config=parallel,
+        moe_parallel_config=parallel_of(ep_size, ep_rank),
         in_dtype=torch.float32,
         max_num_tokens=CAPACITY,
     )
     experts = Recording(moe, config_of_scales(scales1, scales2))
     experts.calls = []
     return experts, w1, w2
-
-
-def _placed(ep_size: int, ep_rank: int) -> tuple[int, int]:
-    """First expert of a rank, and the one after its last, as vLLM places them."""
-    base, rest = divmod(NUM_EXPERTS, ep_size)
-    first = ep_rank * base + min(ep_rank, rest)
-    return first, first + base + (ep_rank < rest)
 
 
 class TritonLayer(Layer):

@@ -23,10 +23,11 @@ from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from moe_nvlink_plugin.integration.common.agreement import Ranks
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
-from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY
+from moe_nvlink_plugin.integration.vllm.backend import BACKEND, KEY
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
 from moe_nvlink_plugin.integration.vllm.moe import layers, method
 from moe_nvlink_plugin.testing import ThreadGroup
+from tests.integration.vllm.moe.vllm_layer import parallel_of
 
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, INTERMEDIATE_SIZE, CAPACITY = 6, 3, 64, 32, 16
 
@@ -134,20 +135,7 @@ def make_layer(
     """The rank's routed experts, of our class, not loaded; `redundant`: with load balancing."""
     balances = redundant is not None
     physical = NUM_EXPERTS + (redundant or 0)
-    parallel = moe_config.FusedMoEParallelConfig(
-        tp_size=1,
-        pcp_size=1,
-        dp_size=ep_size,
-        ep_size=ep_size,
-        tp_rank=0,
-        pcp_rank=0,
-        dp_rank=rank,
-        ep_rank=rank,
-        sp_size=1,
-        use_ep=True,
-        all2all_backend=CARRIER,
-        enable_eplb=balances,
-    )
+    parallel = parallel_of(ep_size, rank, balances=balances)
     placed = ExpertMapManager(
         max_num_batched_tokens=CAPACITY,
         top_k=TOP_K,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe import config as moe_config
 from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 
@@ -20,6 +21,7 @@ from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from moe_nvlink_plugin.integration.common import formats
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat, choose
 from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.vllm.backend import CARRIER
 from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
 
@@ -44,6 +46,19 @@ def config_of(ep_size: int, ep_rank: int, **values: Any) -> AllToAllConfig:
         "received_ids": "elsewhere",
     }
     return AllToAllConfig(ep_size=ep_size, ep_rank=ep_rank, **{**usual, **values})
+
+
+def parallel_of(ep_size: int, rank: int, *, balances: bool = False) -> Any:
+    """vLLM's configuration of data-parallel ranks that share the experts."""
+    return moe_config.FusedMoEParallelConfig(
+        **dict.fromkeys(("tp_size", "pcp_size", "sp_size"), 1),
+        **dict.fromkeys(("tp_rank", "pcp_rank"), 0),
+        **dict.fromkeys(("dp_size", "ep_size"), ep_size),
+        **dict.fromkeys(("dp_rank", "ep_rank"), rank),
+        use_ep=ep_size > 1,
+        all2all_backend=CARRIER,
+        enable_eplb=balances,
+    )
 
 
 def expert_map_of(config: AllToAllConfig) -> torch.Tensor | None:
