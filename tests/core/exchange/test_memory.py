@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ LAYER = "ep_size=64,max_tokens_per_rank=8192,hidden_size=7168,top_k=8"
     ],
     ids=str,
 )
-def test_what_is_foretold_is_what_a_layer_takes(given: dict[str, object]) -> None:
+def test_what_is_foretold_is_what_a_layer_takes(given: dict[str, Any]) -> None:
     config = dataclasses.replace(CONFIG, **given)
     (group,) = ThreadGroup.ranks(1)
     foretold = MoeAllToAll.memory(config)
