@@ -30,6 +30,7 @@ import runpy
 import select
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -175,6 +176,9 @@ def fork_on_request(control: socket.socket) -> Request:
                 return _become(Request(*json.loads(text)), output)
             os.close(output)
             running[pid] = status
+            # Whoever hears of it looks for its session, and a watchdog that finds none goes home.
+            while os.getsid(pid) != pid:
+                time.sleep(0.001)
             control.send(str(pid).encode())
         _report_the_dead(running)
 
