@@ -37,6 +37,14 @@ PLACES = (0, 1, 2)
 #: The place of each process: the third is stopped, the fourth killed, the fifth stays.
 PLACE_OF = (0, 1, 2, 2, 2)
 STOPPED, KILLED, LAST = 2, 3, 4
+SHM = Path("/dev/shm")
+
+
+def left_by(store: TCPStore, processes: int) -> list[str]:
+    """Names of shared memory that these processes had; other tests' processes have some, too."""
+    pids = [store.get(f"process{number}").decode() for number in range(processes)]
+    of_each = [SHM.glob(f"moe_nvlink-{os.getuid()}-{pid}-*") for pid in pids]
+    return [path.name for paths in of_each for path in paths]
 
 
 class Life:
@@ -45,6 +53,7 @@ class Life:
     def __init__(self, process: int, port: int, case: Case) -> None:
         limit = datetime.timedelta(seconds=100)
         self.store = TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        self.store.set(f"process{process}", str(os.getpid()))
         self.place, self.case = PLACE_OF[process], case
         self.seen: dict[int, list[Seen]] = {}
         self.layer: MoeAllToAll | None = None
@@ -151,12 +160,11 @@ def test_a_rank_wakes_when_it_has_been_replaced(small: bool, tmp_path: Path) -> 
     """Its stores change nothing; a kill after the join is noticed; a third process takes over."""
     case = dataclasses.replace(CASE, small=small)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    before = set(Path("/dev/shm").glob("moe_nvlink-*"))
     lives = run_processes(
         len(PLACE_OF), _live, tmp_path, store.port, case, killed=(KILLED,), meets=False
     )
     assert lives[STOPPED][0] in ("ExchangeTimeoutError", "PeerError")
-    assert set(Path("/dev/shm").glob("moe_nvlink-*")) <= before
+    assert left_by(store, len(PLACE_OF)) == []
     seen_by = {p: life[1] for p, life in enumerate(lives) if life is not None}
     seen_by[KILLED] = pickle.loads(bytes.fromhex(store.get("seen").decode()))
     of_stage = {
@@ -255,7 +263,6 @@ def _renew_with_the_doomed(
 def test_a_rank_is_killed_in_the_middle_of_a_renewal(step: str, tmp_path: Path) -> None:
     """The others learn of it at that step, and renew without it."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    before = set(Path("/dev/shm").glob("moe_nvlink-*"))
     lives = run_processes(
         len(PLACES),
         _renew_with_the_doomed,
@@ -266,7 +273,7 @@ def test_a_rank_is_killed_in_the_middle_of_a_renewal(step: str, tmp_path: Path) 
         killed=(DOOMED,),
         meets=False,
     )
-    assert set(Path("/dev/shm").glob("moe_nvlink-*")) <= before
+    assert left_by(store, len(PLACES)) == []
     for number in range(ROUNDS):
         masked, inputs = at_stage(CASE, 1, number, (0, 1))
         check_round(masked, inputs, {place: lives[place][1][number] for place in (0, 1)})
