@@ -53,7 +53,12 @@ def moe_nvlink_frameworks() -> list[Framework]:
             advice={frameworks.ANOTHER_BACKEND: "--moe-a2a-backend none"},
             look=_sglang,
         ),
-        Framework(name="FlashInfer", distributions=(_FLASHINFER,), look=_flashinfer),
+        Framework(
+            name="FlashInfer",
+            distributions=(_FLASHINFER,),
+            advice={frameworks.RESTORE: "checkpoint_restore on all ranks"},
+            look=_flashinfer,
+        ),
     ]
 
 

@@ -280,13 +280,32 @@ class MoeAlltoAll:
 
     @overrides
     def checkpoint_prepare(self) -> None:
-        """Raise UnsupportedError."""
-        refuse("checkpoint_prepare", "a new MoeAlltoAll after the restore")
+        """Give the workspace's memory back until `checkpoint_restore`. Collective.
+
+        All objects of these sizes share it. Addresses stay, so CUDA graphs stay valid. A second
+        call does nothing. Raises as MoeAllToAll.release.
+        """
+        self._rows.release()
 
     @overrides
     def checkpoint_restore(self, comm_backend: Any) -> None:
-        """Raise UnsupportedError."""
-        refuse("checkpoint_restore", "a new MoeAlltoAll after the restore")
+        """Map memory anew, at the same addresses. Collective; without a prepare it does nothing.
+
+        Args:
+            comm_backend: how the ranks meet from now on; of the same size and rank.
+
+        Raises:
+            ConfigError: it is of another size or rank.
+            as MoeAllToAll.renew; call it again on all ranks.
+        """
+        group = CommunicatorGroup(comm_backend)
+        if (group.size, group.rank) != (self.ep_size, self.ep_rank):
+            raise ConfigError(
+                f"comm_backend has {group.size} ranks and this is rank {group.rank}, but the "
+                f"workspace has ep_size={self.ep_size} and ep_rank={self.ep_rank}; pass a "
+                "comm_backend of the expert-parallel group"
+            )
+        self._rows.renew(group)
 
     @overrides
     def _reset_workspace(self) -> None:

@@ -80,7 +80,7 @@ class OpaqueRows:
         self._no_weights: torch.Tensor | None = None
         self._masks: dict[tuple[int, ...], torch.Tensor] = {}
         self._round: _Round | None = None
-        self._is_closed = False
+        self._is_closed = self._is_released = False
 
     @property
     def is_dispatched(self) -> bool:
@@ -227,6 +227,31 @@ class OpaqueRows:
         total = current.exchange.combine(rows, current.metadata, output=output, hidden_size=width)
         self._round = None
         return total
+
+    def release(self) -> None:
+        """Give all memory back until `renew`. Collective; a second call does nothing.
+
+        Raises as MoeAllToAll.release.
+        """
+        self._check_open()
+        if not self._is_released:
+            for exchange in list(self._exchanges.values())[:1]:  # they share the workspace
+                exchange.release()
+        self._is_released = True
+
+    def renew(self, group: Any) -> None:
+        """Map memory anew, at the same addresses. Collective; it does nothing before a release.
+
+        Args:
+            group: as `MoeAllToAll.create` takes it, with the same ranks.
+
+        Raises as MoeAllToAll.renew.
+        """
+        self._check_open()
+        if self._is_released:
+            for exchange in list(self._exchanges.values())[:1]:
+                exchange.renew(group, range(exchange.config.ep_size))
+            self.group, self._is_released = group, False
 
     def close(self) -> None:
         """Close all exchanges. Local; idempotent."""

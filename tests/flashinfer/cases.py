@@ -397,7 +397,7 @@ def signature_of(function: Any) -> list[tuple[str, object, object]]:
 def the_drop_in_has_flashinfers_signatures(rank: int, ep_size: int) -> None:
     theirs = flashinfer.comm.MoeAlltoAll
     for name, member in vars(theirs).items():
-        # checkpoints and workspaces included, which raise; not its constants and its private parts
+        # workspaces included, which raise; not its constants and its private parts
         if callable(getattr(theirs, name)) and (name == "__init__" or not name.startswith("__")):
             mine = getattr(ours.MoeAlltoAll, name)
             assert signature_of(mine) == signature_of(getattr(theirs, name)), name
@@ -576,6 +576,38 @@ def a_reset_leaves_the_next_workspace_alone(rank: int, ep_size: int) -> None:
         new._reset_workspace()
 
 
+@case
+def a_checkpoint_keeps_what_objects_of_these_sizes_are(rank: int, ep_size: int) -> None:
+    """FlashInfer's calls, each twice, as a process does that is saved in between."""
+    wire, meeting = wires.WIRES[0], TorchDistBackend()
+    with installed():
+        first, second = (drop_in(rank, ep_size, 4 * ep_size) for _ in range(2))
+        drop_in_round(first, wire, rank, 0, -1)
+        for seed, subject in ((1, first), (3, second)):
+            subject.checkpoint_restore(meeting)
+            subject.checkpoint_prepare()
+            subject.checkpoint_prepare()
+            with pytest.raises(ExchangeStateError, match="checkpoint_restore on all ranks"):
+                drop_in_round(first, wire, rank, seed, -1)
+            with pytest.raises(ConfigError, match=f"but the workspace has ep_size={ep_size} and"):
+                second.checkpoint_restore(Alone())
+            second.checkpoint_restore(meeting)
+            second.checkpoint_restore(meeting)
+            drop_in_round(first, wire, rank, seed, -1)
+            drop_in_round(second, wire, rank, seed + 1, -1)
+        first._reset_workspace()
+
+
+class Alone:
+    """A communicator of one rank."""
+
+    def Get_rank(self) -> int:  # noqa: N802 (MPI's spelling)
+        return 0
+
+    def Get_size(self) -> int:  # noqa: N802
+        return 1
+
+
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     ours.install()
@@ -651,8 +683,6 @@ def _refused_dispatches(subject: Any, payloads: list[torch.Tensor]) -> None:
         drop_in(subject.ep_rank, subject.ep_size, 0)
     with pytest.raises(ConfigError, match="but the mapping has moe_ep_size=1 and moe_ep_rank=0"):
         moe_alltoall._ep_group(mapping_of(0, 1), None)
-    with pytest.raises(UnsupportedError, match="no checkpoint_prepare; use a new MoeAlltoAll"):
-        subject.checkpoint_prepare()
     # In these FlashInfer's own tests read counters.
     for name in ("metainfo", "mnnvl_mem", "workspace"):
         assert not hasattr(subject, name)

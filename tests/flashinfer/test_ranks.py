@@ -29,6 +29,7 @@ CASES = (
     "ids_without_an_invalid_id_arrive_as_sent",
     "the_ranks_of_a_communicator_split_it_together",
     "a_reset_leaves_the_next_workspace_alone",
+    "a_checkpoint_keeps_what_objects_of_these_sizes_are",
     "what_the_drop_in_refuses",
     "ranks_that_may_leave_cost_extra",
     "rounds_without_the_last_rank",
