@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.upstream import breaks, settings
-from tests.upstream.adapt import modular_kernels, moe_layer, other_exchanges
+from tests.upstream.adapt import modular_kernels, moe_layer
 from tests.upstream.run import HERE
 
 # Ranks, of a launcher that starts them as vLLM's do.
@@ -141,16 +141,6 @@ def test_ranks_meet_and_those_that_fail_are_named(tmp_path: Any) -> None:
 
 
 # Adapters.
-
-
-def test_skip_marks_for_another_library_alone_are_dropped() -> None:
-    def mark(reason: str) -> pytest.Mark:
-        return pytest.mark.skipif(True, reason=reason).mark
-
-    assert other_exchanges._asks_for_another(mark("FlashInfer NVLink one-sided not available"))
-    assert other_exchanges._asks_for_another(mark("Requires deep_ep kernels"))
-    assert not other_exchanges._asks_for_another(mark("Need >= 2 GPUs"))
-    assert not other_exchanges._asks_for_another(pytest.mark.parametrize("a", [1]).mark)
 
 
 def test_ranks_have_rows_and_routes_of_their_own() -> None:
