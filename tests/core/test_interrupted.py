@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 
 from moe_nvlink_plugin import HeadGroup, MoeAllToAll, sharded_argmax
 from moe_nvlink_plugin.errors import ExchangeStateError
+from moe_nvlink_plugin.launch import cpu
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.core.exchange.small_exchange import config, good
 from tests.support import small_head
@@ -23,6 +27,14 @@ from tests.support import small_head
 pytestmark = pytest.mark.timeout(240)
 
 LIMIT_S = 3600.0
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_raises() -> Iterator[None]:
+    """Python's own handler, which a program in the background of a shell does not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
@@ -43,7 +55,24 @@ def _together(size: int, create: Callable[[ThreadGroup], Any]) -> list[Any]:
 
 
 def _signal_soon(number: int) -> None:
-    threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+    """Sends a signal when the main thread is inside a launch, or waits for one beside it."""
+
+    def send() -> None:
+        end = time.monotonic() + 200
+        while not _is_launching() and time.monotonic() < end:
+            time.sleep(0.02)
+        time.sleep(0.2)  # usually the launch waits by then
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send).start()
+
+
+def _is_launching() -> bool:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    codes = [one.f_code for one, _ in traceback.walk_stack(frame)]
+    return any(
+        code.co_filename == cpu.__file__ and code.co_name in ("__call__", "wait") for code in codes
+    )
 
 
 def _inputs() -> dict[str, Any]:
