@@ -382,6 +382,8 @@ def serve(result: Result) -> str:
 
 def _of_servers(result: Result) -> Iterator[tuple[str, Callable[[str], str]]]:
     """Yield what is told of whole servers, if the file has it: a heading, and the cell by name."""
+    if threads := result.data.get("threads_per_rank"):
+        yield "compute threads of each rank", lambda name: str(threads[name])
     if held := result.data.get("memory_bytes"):
         yield (
             "memory of each rank (PSS), GiB",

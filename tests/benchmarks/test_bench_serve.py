@@ -400,9 +400,10 @@ def test_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert result["memory_bytes"]["gloo_ag_rs"] == [3 << 29, 1 << 30]
     assert all(server.stopped for server in STARTED)
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 4 + len(result["options"]["concurrency"]) + 1
+    assert len(printed) == 4 + len(result["options"]["concurrency"]) + 2
     ratio = result["ratio"]["gloo_ag_rs"]["3"]["median"]
-    assert f"{ratio:.2f} (" in printed[-2]
+    assert f"{ratio:.2f} (" in printed[-3]
+    assert printed[-2] == "| compute threads of each rank | 1 | 1 |  |"
     assert printed[-1] == "| memory of each rank (PSS), GiB | 1.50, 1.00 | 1.50, 1.00 |  |"
 
 
