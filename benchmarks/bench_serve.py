@@ -12,7 +12,7 @@ flags, and the ranks of each divide all cores among their threads.
 In float32, the demo's type, nothing is reported unless every token equals the one-rank server's. In
 bf16, that of the larger models, a sum in another order may choose another token. So there an answer
 is compared up to the first token that differs, the result says how many did, and nothing is
-reported if more than a fifth of those compared do.
+reported if more than a tenth of those compared do.
 """
 
 from __future__ import annotations
