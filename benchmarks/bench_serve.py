@@ -2,11 +2,17 @@
 
     python benchmarks/bench_serve.py --output_file benchmarks/results/DATE-cpu-serve.json
     python benchmarks/bench_serve.py --hidden_size 1024 --num_experts 16
+    python benchmarks/bench_serve.py --size 1.7B --against tensor_parallel one_rank
     python benchmarks/bench_serve.py --against one_rank ../another_checkout --ep_size 4
 
-The others are gloo's collectives behind our seams, a server of one rank, and ours as another
-checkout has it. The servers have the same vLLM, model and flags. Nothing is reported unless every
-token equals the one-rank server's.
+The others are gloo's collectives behind our seams, vLLM's tensor parallelism over as many ranks, a
+server of one rank, and ours as another checkout has it. The servers have the same vLLM, model and
+flags, and the ranks of each divide all cores among their threads.
+
+In float32, the demo's type, nothing is reported unless every token equals the one-rank server's. In
+bf16, that of the larger models, a sum in another order may choose another token. So there an answer
+is compared up to the first token that differs, the result says how many did, and nothing is
+reported if more than a tenth of those compared do.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -31,22 +38,23 @@ from benchmarks.reporting import tables
 from benchmarks.reporting.files import Result
 from benchmarks.serving import gloo_plugin, measure
 from benchmarks.serving.servers import (
-    ONE_RANK,
     OURS,
+    PLAIN,
     ExpertParallelServer,
     NotExchangedError,
     one_rank_tokens,
 )
+from benchmarks.serving.sizes import DEMO, SHAPE, SIZES, TINY, dtype_of, name_of
 from moe_nvlink_plugin.integration.demo.demo import EP_SIZE
 from moe_nvlink_plugin.integration.demo.server import ServerError
-from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MODELS, TinyModel, write_checkpoint
+from moe_nvlink_plugin.integration.demo.tiny_checkpoint import TinyModel, write_checkpoint
 
-#: The demonstration's default. Other sizes are multiples of its hidden size.
-TINY = MODELS["qwen3_moe"]
 #: Of a prompt. Short: the first token's step reads it, and decoding is what is measured.
 PROMPT_TOKENS = 4
 #: VllmServer's --max-model-len.
 MOST_TOKENS = 512
+#: Servers by name, for --against.
+PEERS = (gloo_plugin.NAME, *PLAIN)
 SHOWS = (
     "HTTP requests to vLLM servers whose workers, API server and client share the cores of "
     "one machine; tokens per second from sending a wave of requests to its last answer, the first "
@@ -68,10 +76,13 @@ class Options:
     num_experts: int = TINY.num_experts
     ep_size: int = EP_SIZE
     against: tuple[str, ...] = (gloo_plugin.NAME,)
+    size: str = DEMO
 
     @property
     def model(self) -> TinyModel:
-        """The demonstration's model in these sizes; heads and experts grow with hidden_size."""
+        """The model of the size; the demo's in these sizes, its heads and experts in proportion."""
+        if self.size != DEMO:
+            return SIZES[self.size]
         times = self.hidden_size // TINY.hidden_size
         return dataclasses.replace(
             TINY,
@@ -112,11 +123,11 @@ class Options:
 
 def _check_peer(name: str) -> None:
     """Raise ValueError if no server can be started by this name."""
-    if name in (gloo_plugin.NAME, ONE_RANK):
+    if name in PEERS:
         return
     if not (Path(name) / "moe_nvlink_plugin" / "__init__.py").is_file():
         raise ValueError(
-            f"--against {name}: choose {gloo_plugin.NAME}, {ONE_RANK}, or the folder of a checkout"
+            f"--against {name}: choose {', '.join(PEERS)}, or the folder of a checkout"
         )
     if sys.version_info < (3, 11):
         raise ValueError(
@@ -132,20 +143,29 @@ def parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, default=96, help="of each answer")
     add("--rounds", type=int, default=9, help="waves per server and concurrency")
     add("--seed", type=int, default=0)
-    add("--hidden_size", type=int, default=TINY.hidden_size)
-    add("--layers", type=int, default=TINY.num_layers)
-    add("--top_k", type=int, default=TINY.top_k)
-    add("--num_experts", type=int, default=TINY.num_experts)
-    add("--ep_size", type=int, default=EP_SIZE, help="data-parallel ranks, which share experts")
+    add("--size", choices=list(SIZES), default=DEMO, help="of the model")
+    for name in SHAPE:
+        add(f"--{name}", type=int, help="of the demo's model")
+    add("--ep_size", type=int, default=EP_SIZE, help="ranks of every server but one_rank")
     add(
         "--against",
         nargs="+",
         default=[gloo_plugin.NAME],
         metavar="SERVER",
-        help=f"{gloo_plugin.NAME}, {ONE_RANK}, or the folder of another checkout",
+        help=f"{', '.join(PEERS)}, or the folder of another checkout",
     )
     add("--output_file", type=Path, help="JSON file for the result")
     return made
+
+
+def options_of(given: argparse.Namespace) -> Options:
+    """Return the options, with what was not given as the size has it. Raises ValueError."""
+    for name, field in SHAPE.items():
+        if getattr(given, name) is None:
+            setattr(given, name, getattr(SIZES[given.size], field))
+        elif given.size != DEMO:
+            raise ValueError(f"--{name} changes the demo's model: leave out it or --size")
+    return common.options_from(Options, given)
 
 
 def run(options: Options, folder: Path) -> dict[str, Any]:
@@ -160,16 +180,16 @@ def run(options: Options, folder: Path) -> dict[str, Any]:
         for _ in range(max(options.concurrency))
     ]
     say("one rank, for the tokens to expect")
-    expected = one_rank_tokens(checkpoint, folder, prompts, options.tokens)
+    expected = one_rank_tokens(checkpoint, folder, prompts, options.tokens, dtype_of(options.model))
+    asked = measure.Asked(prompts, expected, is_exact=options.model.dtype == torch.float32)
     with contextlib.ExitStack() as stop:
         names = (OURS, *options.against)
         servers = [_start(name, options, checkpoint, folder, stop) for name in names]
         began = time.perf_counter()
-        waves = measure.interleave(
-            servers, measure.Asked(prompts, expected), options.concurrency, options.rounds, say
-        )
+        waves = measure.interleave(servers, asked, options.concurrency, options.rounds, say)
         seconds = time.perf_counter() - began
         moved = {server.name: _check_exchanged(server, waves, options) for server in servers}
+        held = {server.name: server.memory_bytes() for server in servers}
     return {
         "schema": 1,
         "kind": "serve",
@@ -177,6 +197,10 @@ def run(options: Options, folder: Path) -> dict[str, Any]:
         "shows": SHOWS,
         "options": dataclasses.asdict(options),
         "ep_size": options.ep_size,
+        "size": name_of(options.model),
+        "dtype": dtype_of(options.model),
+        "threads_per_rank": {server.name: server.threads for server in servers},
+        "memory_bytes": held,
         "measured_s": seconds,
         "rows": measure.rows_of(waves),
         "ratio": measure.ratios_of(waves, OURS),
@@ -188,8 +212,9 @@ def _start(
     name: str, options: Options, checkpoint: Path, folder: Path, stop: contextlib.ExitStack
 ) -> ExpertParallelServer:
     most = max(options.concurrency)
-    max_num_seqs = most if name == ONE_RANK else -(-most // options.ep_size)
-    server = ExpertParallelServer(name, checkpoint, folder, max_num_seqs, options.ep_size)
+    server = ExpertParallelServer(
+        name, checkpoint, folder, most, options.ep_size, dtype_of(options.model)
+    )
     stop.callback(server.stop)
     say(f"{name}: ready after {server.wait_until_ready():.0f} s")
     return server
@@ -199,7 +224,7 @@ def _check_exchanged(
     server: ExpertParallelServer, waves: pd.DataFrame, options: Options
 ) -> list[dict[str, Any]]:
     """Return the ranks' counters; each generated token but the last has passed every MoE layer."""
-    per_request = (PROMPT_TOKENS + options.tokens - 1) * options.layers
+    per_request = (PROMPT_TOKENS + options.tokens - 1) * options.model.num_layers
     requests = int(waves.concurrency[waves.backend == server.name].sum())
     return server.check_exchanged(requests * per_request)
 
@@ -213,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = parser()
     given = made.parse_args(arguments)
     try:
-        options = common.options_from(Options, given)
+        options = options_of(given)
     except ValueError as error:
         made.error(str(error))
     with tempfile.TemporaryDirectory(prefix="bench-serve-") as folder:

@@ -179,13 +179,21 @@ def over_bf16(verb: str, *formats: str) -> Callable[[Sequence[Result]], Found | 
     return found
 
 
-def served_against(server: str) -> Callable[[Sequence[Result]], Found | None]:
-    """Make a reader of decode tokens/s, ours over a server's: the least of the requests at once."""
+def served_against(server: str, size: str = "demo") -> Callable[[Sequence[Result]], Found | None]:
+    """Make a reader of decode tokens/s, ours over a server's: the least of the requests at once.
+
+    Args:
+        server: the peer's name. size: of the model; files before there were sizes are the demo's.
+    """
 
     def found(results: Sequence[Result]) -> Found | None:
         for result in reversed(results):
-            is_of_servers = result.data.get("kind") == "serve"
-            if is_of_servers and (ratios := result.data.get("ratio", {}).get(server)):
+            is_asked = (
+                result.data.get("kind") == "serve"
+                and result.data.get("size", "demo") == size
+                and result.data.get("ep_size") == 2
+            )
+            if is_asked and (ratios := result.data.get("ratio", {}).get(server)):
                 count, least = min(ratios.items(), key=lambda item: item[1]["median"])
                 remark = f"{count} requests at once"
                 return Found(least["median"], result, least["q25"], least["q75"], remark)
@@ -199,6 +207,7 @@ _EP2 = "CPU, 2 ranks on 2 cores"
 _OVER_BF16 = "CPU, 4 ranks, 128 tokens and more, time over bf16's"
 _FP8 = over_bf16("dispatch", "fp8_block", "fp8_token", "fp8_tensor", "mxfp8")
 _SERVER = "CPU, demo server, 2 ranks: decode tokens/s against"
+_SIZED = "CPU, server of a model of {}, 2 ranks: decode tokens/s over {}"
 _SEAMS = "gloo AG/RS through the same seams"
 _ONE_RANK = "a server of one rank on the same two cores"
 _EMULATED = "one H100 or H200, 8 ranks emulated"
@@ -226,6 +235,11 @@ GOALS = (
     Goal(f"{_OVER_BF16}: combine in nvfp4", "<=", 3, "x", over_bf16("combine", "nvfp4")),
     Goal(f"{_SERVER} {_SEAMS}", ">=", 1.2, "x", served_against("gloo_ag_rs")),
     Goal(f"{_SERVER} {_ONE_RANK}", ">=", 0.67, "x", served_against("one_rank")),
+    *(
+        Goal(_SIZED.format(size, server), ">=", 1, "x", served_against(server, size))
+        for size in ("0.2B", "1.7B")
+        for server in ("tensor_parallel", "one_rank")
+    ),
     Goal(f"{_EMULATED}, up to 64 tokens: dispatch, {_PART}", "<=", 0.6, "x", _DISPATCH),
     Goal(f"{_EMULATED}, up to 64 tokens: combine, {_PART}", "<=", 0.4, "x", _COMBINE),
     Goal(f"{_EMULATED}, 2048 tokens: bandwidth against FlashInfer", ">=", 1.1, "x", _RATES),

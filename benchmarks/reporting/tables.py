@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -20,6 +21,7 @@ NAMES = {
     "gloo_ag_rs": "gloo all-gather + reduce-scatter, one packed row a token",
     "gloo_ag_rs_unpacked": "gloo all-gather + reduce-scatter, a collective for each tensor",
     "one_rank": "none: a server of one rank",
+    "tensor_parallel": "none: tensor parallelism",
     "nccl_gather": "NCCL all-gather + reduce-scatter",
     "flashinfer": "FlashInfer moe_a2a",
     "flashinfer_cake": "FlashInfer moe_a2a, cake",
@@ -363,13 +365,40 @@ def serve(result: Result) -> str:
             if backend != OURS:
                 cells.append(spread(result.data["ratio"].get(backend, {}).get(str(count))))
         body.append(cells)
+    for what, cell_of in _of_servers(result):
+        cells = [what]
+        for backend in backends:
+            cells += [cell_of(backend)] if backend == OURS else [cell_of(backend), ""]
+        body.append(cells)
     text = (
         "vLLM server of {ep_size} ranks, {layers} layers, hidden size {hidden_size}, top_k {top_k},"
-        " {num_experts} experts; decode tokens/s of answers of {tokens} tokens, median of {rounds} "
-        "rounds"
+        " {num_experts} experts{dtype}; decode tokens/s of answers of {tokens} tokens, median of "
+        "{rounds} rounds"
     )
-    method = text.format(**result.options | {"ep_size": result.data["ep_size"]})
+    dtype = f", {result.data['dtype']}" if "dtype" in result.data else ""
+    method = text.format(**result.options | {"ep_size": result.data["ep_size"], "dtype": dtype})
     return shown(result, method, table(columns, body))
+
+
+def _of_servers(result: Result) -> Iterator[tuple[str, Callable[[str], str]]]:
+    """Yield what is told of whole servers, if the file has it: a heading, and the cell by name."""
+    if threads := result.data.get("threads_per_rank"):
+        yield "compute threads of each rank", lambda name: str(threads[name])
+    if held := result.data.get("memory_bytes"):
+        yield (
+            "memory of each rank (PSS), GiB",
+            lambda name: ", ".join(f"{each / 2**30:.2f}" for each in held[name]),
+        )
+    if result.data.get("dtype", "float32") != "float32":
+        yield "tokens that differ from one rank's after equal ones", partial(_different, result)
+
+
+def _different(result: Result, backend: str) -> str:
+    rows = [row for row in result.data["rows"] if row["backend"] == backend]
+    different, checked = (
+        sum(row[f"tokens_{what}"] for row in rows) for what in ("different", "checked")
+    )
+    return f"{different / checked:.1%}"
 
 
 # --- kind "scheduler": bench_scheduler.py ---------------------------------------------------------

@@ -114,10 +114,15 @@ class GlooExchange:
         return Dispatched(hidden, None, ids, weights, (), torch.tensor(counts), metadata)
 
     def combine_input(
-        self, dtype: torch.dtype | None = None, *, metadata: DispatchMetadata | None = None
+        self,
+        dtype: torch.dtype | None = None,
+        *,
+        hidden_size: int | None = None,
+        metadata: DispatchMetadata | None = None,
     ) -> torch.Tensor:
         """Return the region as MoeAllToAll.combine_input. Local."""
         assert dtype in (None, self._given.dtype)
+        assert hidden_size is None
         return self._step.partial
 
     def combine(
@@ -126,10 +131,12 @@ class GlooExchange:
         metadata: DispatchMetadata,
         *,
         output: torch.Tensor,
+        hidden_size: int | None = None,
         add: torch.Tensor | None = None,
         scale: float = 1,
     ) -> torch.Tensor:
         """Add up the ranks' rows of this rank's tokens, as MoeAllToAll.combine. Collective."""
+        assert hidden_size is None
         count = metadata.send_slots.shape[0]
         in_place = count == self._step.reduced.shape[0] and output.is_contiguous()
         reduced = output if in_place else self._step.reduced

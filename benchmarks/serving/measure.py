@@ -16,6 +16,10 @@ from benchmarks import common
 IDLE_SHARE = 0.1
 IDLE_WINDOW_S = 0.15
 IDLE_LIMIT_S = 10.0
+#: In bf16, of a server's tokens that follow equal ones. Executed once, with 0.2B: 2 to 4 of 100
+#: differed, with ours and with tensor parallelism. Rows or experts that an exchange mixes up should
+#: change nearly every token.
+MOST_DIFFERENT = 0.1
 
 QUANTILES = {"median": 0.5, "q25": 0.25, "q75": 0.75}
 
@@ -25,10 +29,17 @@ class WrongTokensError(Exception):
 
 
 class Asked(NamedTuple):
-    """Prompts, and the tokens with which a one-rank server answered them; all equally long."""
+    """Prompts, and the tokens with which a one-rank server answered them; all equally long.
+
+    is_exact: every token must be equal. That holds in float32. In bf16 sums in another order, of
+    another batch or of parts on two ranks, are rounded differently, and where two tokens are nearly
+    as likely, another one is chosen; what follows cannot be compared. So there each answer is
+    compared up to its first token that differs, and of all tokens compared, MOST_DIFFERENT may.
+    """
 
     prompts: list[list[int]]
     expected: list[list[int]]
+    is_exact: bool = True
 
 
 class Processes(Protocol):
@@ -56,6 +67,7 @@ class Wave(NamedTuple):
     round: int
     tokens_per_s: float
     tokens_checked: int
+    tokens_different: int
     own_cores: float
     other_cores: float
 
@@ -66,7 +78,7 @@ def run_wave(
     """`concurrency` requests at once, from sending them to the last answer.
 
     Raises:
-        WrongTokensError: a token is not the one-rank server's.
+        WrongTokensError: a token is not the one-rank server's, where all have to be.
     """
     prompts, expected = asked.prompts[:concurrency], asked.expected[:concurrency]
     before = [cpu_seconds([server]), cpu_seconds(others)]
@@ -74,10 +86,11 @@ def run_wave(
     answers = server.answer(prompts, len(expected[0]))
     seconds = time.perf_counter() - started
     after = [cpu_seconds([server]), cpu_seconds(others)]
-    check(server.name, answers, expected)
-    tokens = sum(map(len, answers))
+    if asked.is_exact:
+        check(server.name, answers, expected)
+    rate = sum(map(len, answers)) / seconds
     cores = ((b - a) / seconds for a, b in zip(before, after, strict=True))
-    return Wave(server.name, concurrency, number, tokens / seconds, tokens, *cores)
+    return Wave(server.name, concurrency, number, rate, *compare(answers, expected), *cores)
 
 
 def check(name: str, answers: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> None:
@@ -92,6 +105,28 @@ def check(name: str, answers: Sequence[Sequence[int]], expected: Sequence[Sequen
             )
 
 
+def compare(answers: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Return how many tokens come after equal tokens only, and how many of these differ."""
+    checked = different = 0
+    for mine, theirs in zip(answers, expected, strict=True):
+        pairs = zip(mine, theirs, strict=True)
+        at = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
+        checked += len(theirs) if at is None else at + 1
+        different += at is not None
+    return checked, different
+
+
+def check_shares(waves: pd.DataFrame) -> None:
+    """Raise WrongTokensError if more of a server's tokens differ than rounding explains."""
+    for name, of in waves.groupby("backend", sort=False):
+        checked, different = int(of.tokens_checked.sum()), int(of.tokens_different.sum())
+        if different > MOST_DIFFERENT * checked:
+            raise WrongTokensError(
+                f"{name}: {different} of {checked} tokens differ from one rank's after equal "
+                f"tokens; at most {MOST_DIFFERENT:.0%} may"
+            )
+
+
 def interleave(
     servers: Sequence[Server],
     asked: Asked,
@@ -102,6 +137,9 @@ def interleave(
     """Return waves as rows: `rounds` of each server, which take turns.
 
     Each server first answers a checked wave that is not measured.
+
+    Raises:
+        WrongTokensError: see Asked.
     """
     by_name = {server.name: server for server in servers}
     waves = []
@@ -117,7 +155,9 @@ def interleave(
                 used_ms = 1000 * wave.own_cores / wave.tokens_per_s
                 rate = f"{wave.tokens_per_s:.0f} tokens/s, {used_ms:.2f} ms of a core per token"
                 progress(f"{name}, {concurrency} at once: {rate}")
-    return pd.DataFrame(waves, columns=Wave._fields)
+    found = pd.DataFrame(waves, columns=Wave._fields)
+    check_shares(found)
+    return found
 
 
 def wait_until_idle(server: Processes) -> None:
@@ -156,6 +196,7 @@ def rows_of(waves: pd.DataFrame) -> list[dict[str, Any]]:
             "concurrency": int(concurrency),
             "decode_tokens_per_s": spread(of.tokens_per_s),
             "tokens_checked": int(of.tokens_checked.sum()),
+            "tokens_different": int(of.tokens_different.sum()),
             "cores_used": float(of.own_cores.median()),
             "cpu_ms_per_token": spread(1000 * of.own_cores / of.tokens_per_s),
             "cores_used_by_idle_servers": float(of.other_cores.max()),

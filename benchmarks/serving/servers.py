@@ -1,26 +1,38 @@
-"""Start servers with the same vLLM, flags, model and experts, and each its own exchange."""
+"""Start servers with the same vLLM, model and experts, each over its ranks in its own way."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from moe_nvlink_plugin.integration.demo.demo import EAGER, ONE_PROCESS, SERVE_FLAGS
-from moe_nvlink_plugin.integration.demo.server import VllmServer
+from moe_nvlink_plugin.integration.demo.server import ServerError, VllmServer
 
 from . import gloo_plugin, plugins
 
 OURS = "moe_nvlink"
 #: A server without expert parallelism and without any plugin.
 ONE_RANK = "one_rank"
+#: vLLM's --tensor-parallel-size, without any plugin: each rank has a part of every expert.
+TENSOR_PARALLEL = "tensor_parallel"
+#: Servers without our flag.
+PLAIN = (ONE_RANK, TENSOR_PARALLEL)
+#: Of all ranks of a server together, so that every server holds as many tokens.
+KV_CACHE_BYTES = 256 << 20
 #: Between two MoE layers a rank may wait for a machine that is busy starting another server.
 TIMEOUT_S = 60
 #: A start takes half a minute on an idle machine; other work may share the cores.
 READY_S = 1200.0
+#: A wave of the largest model on few cores takes minutes.
+ANSWER_S = 900.0
 #: Workers write their counters twice a second.
 COUNTERS_PAUSE_S = 1.2
 COUNTERS_LIMIT_S = 20.0
@@ -30,39 +42,72 @@ class NotExchangedError(Exception):
     """A server's MoE layers did not go through the exchange that it was started with."""
 
 
-class ExpertParallelServer:
-    """Data-parallel ranks whose experts are shared; our flag, and the exchange of `backend`.
+def arguments_of(backend: str, num_ranks: int, num_requests: int, dtype: str) -> tuple[str, ...]:
+    """Return vLLM's flags of a server of so many ranks, to which so many requests are sent at once.
 
-    backend: OURS, as it is installed; the peer; ONE_RANK; or the folder of another checkout.
+    Data-parallel ranks divide the requests, tensor-parallel ones have all of them.
+    """
+    each = num_requests if backend in PLAIN else -(-num_requests // num_ranks)
+    common = (
+        *(f"--dtype={dtype}", EAGER, f"--max-num-seqs={each}"),
+        f"--kv-cache-memory-bytes={KV_CACHE_BYTES // num_ranks}",
+    )
+    if backend == TENSOR_PARALLEL:  # vLLM has no such ranks in one process
+        return (f"--tensor-parallel-size={num_ranks}", *common)
+    if backend == ONE_RANK:
+        return (*common, ONE_PROCESS)
+    return (*SERVE_FLAGS, f"--data-parallel-size={num_ranks}", *common, ONE_PROCESS)
+
+
+def threads_of(num_ranks: int) -> int:
+    """Return the compute threads of each rank: ranks divide the cores of this process."""
+    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
+
+
+class ExpertParallelServer:
+    """Data-parallel ranks whose experts are shared, with the exchange of `backend`; or a PLAIN one.
+
+    backend: OURS, as it is installed; the peer; one of PLAIN; or the folder of another checkout.
     """
 
     def __init__(
-        self, backend: str, checkpoint: Path, folder: Path, max_num_seqs: int, ep_size: int
+        self,
+        backend: str,
+        checkpoint: Path,
+        folder: Path,
+        num_requests: int,
+        num_ranks: int,
+        dtype: str = "float32",
     ) -> None:
-        """Start the server, without waiting. folder: for logs and counters."""
+        """Start the server, without waiting. folder: for logs and counters.
+
+        num_requests: that are sent at once. num_ranks: ignored for ONE_RANK.
+        """
         self.name = backend
-        self.ep_size = 1 if backend == ONE_RANK else ep_size
+        self.num_ranks = 1 if backend == ONE_RANK else num_ranks
+        self.ep_size = 1 if backend in PLAIN else num_ranks
+        self.threads = threads_of(self.num_ranks)
         stem = backend.strip("/").replace("/", "-")
         self._stats_folder = folder / f"stats-{stem}"
         environment = {
             "MOE_NVLINK_STATS_DIR": str(self._stats_folder),
             "MOE_NVLINK_TIMEOUT_S": str(TIMEOUT_S),
+            "OMP_NUM_THREADS": str(self.threads),
         }
         if backend == gloo_plugin.NAME:
             source = Path(gloo_plugin.__file__)
             plugin = plugins.install(source, "vllm.general_plugins", "register", folder / "plugin")
             environment["PYTHONPATH"] = str(plugin.resolve())
-        elif backend not in (OURS, ONE_RANK):
+        elif backend not in (OURS, *PLAIN):
             # Without PYTHONSAFEPATH, the folder in which the benchmark was started would precede.
             environment |= {"PYTHONPATH": str(Path(backend).resolve()), "PYTHONSAFEPATH": "1"}
-        flags = (*SERVE_FLAGS, f"--data-parallel-size={ep_size}") if self.ep_size > 1 else ()
         self.server = VllmServer(
             model=checkpoint,
             name=stem,
             folder=folder,
-            arguments=(*flags, EAGER, ONE_PROCESS, f"--max-num-seqs={max_num_seqs}"),
+            arguments=arguments_of(backend, self.num_ranks, num_requests, dtype),
             environment=environment,
-            with_plugins=self.ep_size > 1,
+            with_plugins=backend not in PLAIN,
         )
 
     @property
@@ -73,12 +118,23 @@ class ExpertParallelServer:
         """Return seconds since the start; raise ServerError as VllmServer does."""
         return self.server.wait_until_ready(timeout_s=READY_S)
 
+    def memory_bytes(self) -> list[int]:
+        """Return the memory of each rank's worker: its PSS, which counts shared pages in parts.
+
+        Raises:
+            ServerError: not every rank has a worker.
+        """
+        found = workers_among(self.pids)
+        if len(found) != self.num_ranks:
+            raise ServerError(f"{self.name}: {len(found)} of {self.num_ranks} workers are there")
+        return [int(worker.memory_full_info().pss) for worker in found]
+
     def answer(self, prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
         """Return greedy tokens for prompts that are sent at once, prompt i to rank i % ep_size."""
 
         def complete(rank: int) -> list[list[int]]:
             share = prompts[rank :: self.ep_size]
-            answers = self.server.complete(share, max_tokens=length, rank=rank)
+            answers = self.server.complete(share, max_tokens=length, rank=rank, timeout_s=ANSWER_S)
             return [answer.token_ids for answer in answers]
 
         found: list[list[int]] = [[] for _ in prompts]
@@ -106,13 +162,13 @@ class ExpertParallelServer:
         raise NotExchangedError(f"{self.name}: {len(before)} of {self.ep_size} ranks count rounds")
 
     def check_exchanged(self, tokens: int) -> list[dict[str, Any]]:
-        """Return the counters; none of one rank.
+        """Return the counters; none of a server without our flag.
 
         Raises:
             NotExchangedError: they are of another exchange, or of fewer than `tokens` tokens times
                 layers.
         """
-        if self.name == ONE_RANK:
+        if self.name in PLAIN:
             return []
         ranks = self.counters()
         expected = self.name if self.name == gloo_plugin.NAME else None
@@ -131,18 +187,29 @@ class ExpertParallelServer:
         self.server.stop()
 
 
+def workers_among(pids: Sequence[int]) -> list[psutil.Process]:
+    """Return the processes that compute, in the order of their titles: workers, or lone engines."""
+    titles: dict[str, psutil.Process] = {}
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            titles[" ".join(process.cmdline())] = process
+    workers = sorted(title for title in titles if "::Worker" in title)
+    engines = sorted(title for title in titles if "::EngineCore" in title)
+    return [titles[title] for title in workers or engines]
+
+
 def one_rank_tokens(
-    checkpoint: Path, folder: Path, prompts: Sequence[Sequence[int]], length: int
+    checkpoint: Path,
+    folder: Path,
+    prompts: Sequence[Sequence[int]],
+    length: int,
+    dtype: str = "float32",
 ) -> list[list[int]]:
     """Start an ordinary one-rank server without any plugin, return its answers, stop it."""
-    server = VllmServer(
-        model=checkpoint,
-        name="one-rank",
-        folder=folder,
-        arguments=(EAGER, ONE_PROCESS),
-        with_plugins=False,
-    )
-    with server:
-        server.wait_until_ready(timeout_s=READY_S)
-        answers = server.complete(prompts, max_tokens=length)
-    return [answer.token_ids for answer in answers]
+    server = ExpertParallelServer(ONE_RANK, checkpoint, folder, len(prompts), 1, dtype)
+    try:
+        server.wait_until_ready()
+        return server.answer(prompts, length)
+    finally:
+        server.stop()

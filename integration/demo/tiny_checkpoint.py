@@ -38,6 +38,7 @@ class TinyModel:
     latent_size, rope_head_dim: of multi-head latent attention, whose queries and whose keys and
     values go through so many numbers, and whose heads have so many numbers with a position beside
     `head_dim` without; deepseek_v3 only.
+    dtype: of the weights, float32 or bfloat16; also what `config.json` says.
     """
 
     architecture: str
@@ -58,6 +59,7 @@ class TinyModel:
     block_gain: float = 1.0
     latent_size: int = 0
     rope_head_dim: int = 0
+    dtype: torch.dtype = torch.float32
 
     def config(self) -> dict[str, Any]:
         """`config.json` in the words of the architecture."""
@@ -67,7 +69,7 @@ class TinyModel:
 def _common_config(model: TinyModel) -> dict[str, Any]:
     return {
         "model_type": model.architecture,
-        "torch_dtype": "float32",
+        "torch_dtype": str(model.dtype).removeprefix("torch."),
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.intermediate_size,
@@ -226,7 +228,9 @@ class _Weights:
 
     def normal(self, name: str, *shape: int, std: float) -> None:
         """A tensor of independent normal values."""
-        self.tensors[name] = torch.randn(*shape, generator=self._generator) * std
+        drawn = torch.randn(*shape, generator=self._generator) * std
+        # Cast at once: all of a large model in float32 would need twice the memory.
+        self.tensors[name] = drawn.to(self._model.dtype)
 
     def linear(self, name: str, rows: int, columns: int, gain: float = 1.0) -> None:
         """A `[rows, columns]` projection: the variance of its input goes out times gain squared."""
@@ -235,7 +239,7 @@ class _Weights:
     def norm(self, name: str, size: int, scale: float = 1.0) -> None:
         """An RMS norm whose weights lie around `scale`, not all alike."""
         noise = torch.randn(size, generator=self._generator)
-        self.tensors[f"{name}.weight"] = scale * (1.0 + 0.1 * noise)
+        self.tensors[f"{name}.weight"] = (scale * (1.0 + 0.1 * noise)).to(self._model.dtype)
 
     def attention(self, name: str) -> None:
         """Projections and the per-head norms of query and key, or the latent ones."""
@@ -335,7 +339,7 @@ class _Weights:
         size = self._model.hidden_size
         for norm in ("enorm", "hnorm", "shared_head.norm"):
             self.norm(f"{name}.{norm}", size)
-        self.tensors[f"{name}.eh_proj.weight"] = torch.eye(size, 2 * size)
+        self.tensors[f"{name}.eh_proj.weight"] = torch.eye(size, 2 * size, dtype=self._model.dtype)
         copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
         for own, original in copies.items():
             self.tensors[f"{name}.{own}.weight"] = self.tensors[f"{original}.weight"].clone()
@@ -395,11 +399,11 @@ def _with_fp8_experts(
     for name in tensors.keys() - made.keys():
         weight = tensors[name]
         rows, columns = (size // FP8_BLOCK for size in weight.shape)
-        blocks = weight.view(rows, FP8_BLOCK, columns, FP8_BLOCK)
+        blocks = weight.float().view(rows, FP8_BLOCK, columns, FP8_BLOCK)
         scales = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
         cast = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
         if restored:
-            made[name] = (cast.float() * scales[:, None, :, None]).view_as(weight)
+            made[name] = (cast.float() * scales[:, None, :, None]).view_as(weight).to(weight.dtype)
         else:
             made[name] = cast.view_as(weight)
             made[f"{name}_scale_inv"] = scales

@@ -274,6 +274,29 @@ def test_one_token_of_four_ranks_is_compared_with_two(here: Path) -> None:
     assert crowded == ("**not met**", "5.00x")
 
 
+def served(ratio: float, **more: Any) -> dict[str, Any]:
+    """A result as bench_serve writes it, of a planted ratio."""
+    spread = {"median": ratio, "q25": ratio, "q75": ratio}
+    both = {"tensor_parallel": {"4": spread}, "one_rank": {"4": spread}}
+    return {"kind": "serve", "machine": MACHINE, "ep_size": 2, "ratio": both} | more
+
+
+def test_goals_of_servers_are_of_one_size(here: Path) -> None:
+    write(here, "2031-01-02-cpu-serve.json", served(0.5))  # from before there were sizes
+    write(here, "2031-01-03-cpu-serve-0.2B.json", served(1.5, size="0.2B"))
+    write(here, "2031-01-04-cpu-serve-0.2B.json", served(9.0, size="0.2B", ep_size=4))
+    write(here, "2031-01-05-cpu-serve-own.json", served(9.0, size="own"))
+    about = zip(goals.GOALS, verdicts(), strict=True)
+    assert [found for goal, found in about if "decode tokens/s" in goal.work] == [
+        ("not measured", ""),  # against gloo
+        ("**not met**", "0.50x (0.50x..0.50x); 4 requests at once"),
+        ("met", "1.50x (1.50x..1.50x); 4 requests at once"),
+        ("met", "1.50x (1.50x..1.50x); 4 requests at once"),
+        ("not measured", ""),
+        ("not measured", ""),
+    ]
+
+
 def test_goals_of_a_gpu_are_of_that_gpu(here: Path) -> None:
     result = comm(5.0, 10.0, tokens=64, peer="flashinfer", **EMULATED)
     result["machine"]["gpu"] = "NVIDIA A100-SXM4-80GB"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import json
+import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import bench_serve
-from benchmarks.serving import gloo_plugin, measure, servers
+from benchmarks.serving import gloo_plugin, measure, servers, sizes
 from moe_nvlink_plugin import AllToAllConfig
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
 from moe_nvlink_plugin.integration.common.options import Options
@@ -60,7 +63,7 @@ def rounds_of_the_peer(rank: int, _ep_size: int) -> list[Any]:
         assert received.recv_counts.tolist() == counts
         bound = received.metadata.max_tokens
         assert bound == max(counts)
-        region = made.combine_input(torch.float32)
+        region = made.combine_input(torch.float32, hidden_size=None, metadata=received.metadata)
         arrived = []
         for source, count in enumerate(counts):
             filled = slice(source * bound, source * bound + count)
@@ -68,7 +71,11 @@ def rounds_of_the_peer(rank: int, _ep_size: int) -> list[Any]:
             arrived.append(tuple(tensor[filled].clone() for tensor in whole))
             region[filled] = received.hidden_states[filled] * (rank + 1)
         output = torch.empty(counts[rank], HIDDEN)
-        found.append((arrived, made.combine(region, received.metadata, output=output)))
+        # As vLLM's layer calls it.
+        sent_back = made.combine(
+            region, received.metadata, output=output, hidden_size=None, add=None, scale=1
+        )
+        found.append((arrived, sent_back))
     return [found, made.stats()]
 
 
@@ -165,11 +172,40 @@ def test_an_answer_that_is_too_short_is_wrong() -> None:
         measure.check("a", [[1, 2]], [[1, 2, 3, 4]])
 
 
+def test_answers_are_compared_up_to_the_first_token_that_differs() -> None:
+    expected = [[1, 2, 3, 4]] * 3
+    assert measure.compare([[1, 2, 3, 4], [1, 9, 3, 9], [9, 2, 3, 4]], expected) == (4 + 2 + 1, 2)
+
+
+#: Of four prompts, each answered with ten tokens.
+OF_BF16 = measure.Asked(
+    [[n] for n in range(4)], [expected_of([n], 10) for n in range(4)], is_exact=False
+)
+
+
+def test_bf16_may_choose_another_token_now_and_then() -> None:
+    server = FakeServer("a", [], wrong_at=2)
+    waves = measure.interleave([server], OF_BF16, [4], 2, lambda text: None)
+    (row,) = measure.rows_of(waves)
+    assert (row["tokens_checked"], row["tokens_different"]) == (80, 1)
+
+
+def test_bf16_does_not_excuse_an_exchange_that_is_wrong() -> None:
+    class Wrong(FakeServer):
+        def answer(self, prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
+            return [expected_of([9], length) for _ in prompts]
+
+    with pytest.raises(measure.WrongTokensError, match="wrong: 8 of 8 tokens differ .* 10% may"):
+        measure.interleave(
+            [FakeServer("right", []), Wrong("wrong", [])], OF_BF16, [4], 2, lambda text: None
+        )
+
+
 def test_ratios_pair_the_waves_of_a_round() -> None:
     rates = {"ours": (10, 30, 20), "peer": (5, 10, 20)}
     waves = pd.DataFrame(
         [
-            measure.Wave(name, 4, number, rate, 1, 1.5, 0.1)
+            measure.Wave(name, 4, number, rate, 1, 0, 1.5, 0.1)
             for name, of in rates.items()
             for number, rate in enumerate(of)
         ]
@@ -223,15 +259,98 @@ def test_counters_must_show_the_exchange(
         assert problem in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("backend", "num_ranks", "flags", "absent"),
+    [
+        ("moe_nvlink", 2, {"--max-num-seqs=17", "--enable-expert-parallel"}, "--tensor"),
+        ("gloo_ag_rs", 4, {"--max-num-seqs=9", "--data-parallel-size=4"}, "--tensor"),
+        ("tensor_parallel", 2, {"--max-num-seqs=33", "--tensor-parallel-size=2"}, "--data"),
+        ("one_rank", 1, {"--max-num-seqs=33", f"--kv-cache-memory-bytes={256 << 20}"}, "--data"),
+    ],
+)
+def test_the_flags_of_a_server(backend: str, num_ranks: int, flags: set[str], absent: str) -> None:
+    found = servers.arguments_of(backend, num_ranks, 33, "bfloat16")
+    assert flags | {"--dtype=bfloat16", "--enforce-eager"} <= set(found)
+    assert not any(flag.startswith(absent) for flag in found)
+    # Tensor-parallel ranks cannot be one process.
+    has_one_process = any("UniProcExecutor" in flag for flag in found)
+    assert has_one_process == (backend != "tensor_parallel")
+
+
+def test_ranks_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(6)))
+    assert [servers.threads_of(ranks) for ranks in (1, 2, 4, 8)] == [6, 3, 1, 1]
+
+
+class StartedVllm:
+    """Keeps what a server was started with."""
+
+    def __init__(self, **given: Any) -> None:
+        self.given = given
+
+
+@pytest.mark.parametrize(
+    ("backend", "num_ranks", "ep_size", "has_plugins"),
+    [
+        ("moe_nvlink", 2, 2, True),
+        ("gloo_ag_rs", 2, 2, True),
+        ("tensor_parallel", 2, 1, False),
+        ("one_rank", 1, 1, False),
+    ],
+)
+def test_how_a_server_is_started(
+    backend: str,
+    num_ranks: int,
+    ep_size: int,
+    has_plugins: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(servers, "VllmServer", StartedVllm)
+    made = servers.ExpertParallelServer(backend, tmp_path, tmp_path, 4, 2)
+    assert (made.num_ranks, made.ep_size) == (num_ranks, ep_size)
+    given = vars(made.server)["given"]
+    assert given["with_plugins"] is has_plugins
+    assert given["environment"]["OMP_NUM_THREADS"] == str(servers.threads_of(num_ranks))
+    assert given["arguments"] == servers.arguments_of(backend, num_ranks, 4, "float32")
+
+
+def titled(title: str) -> subprocess.Popen[bytes]:
+    """A process with a title as vLLM's have it: the first word of its command line."""
+    return subprocess.Popen([title, "60"], executable=shutil.which("sleep"))
+
+
+@pytest.mark.parametrize(
+    ("titles", "expected"),
+    [
+        (["VLLM::EngineCore", "VLLM::Worker_TP1", "VLLM::Worker_TP0"], [2, 1]),
+        (["VLLM::EngineCore_DP1", "VLLM::APIServer", "VLLM::EngineCore_DP0"], [2, 0]),
+    ],
+)
+def test_workers_are_told_from_other_processes(titles: list[str], expected: list[int]) -> None:
+    with contextlib.ExitStack() as stop:
+        started = [stop.enter_context(titled(title)) for title in titles]
+        for one in started:
+            stop.callback(one.kill)
+        found = servers.workers_among([one.pid for one in started])
+        assert [one.pid for one in found] == [started[n].pid for n in expected]
+        assert all(one.memory_full_info().pss > 0 for one in found)
+
+
 class FakeExpertParallelServer(FakeServer):
     """What bench_serve starts, without vLLM."""
 
+    threads = 1
+
     def __init__(
-        self, backend: str, _model: Path, _folder: Path, max_num_seqs: int, ep_size: int
+        self, backend: str, _model: Path, _folder: Path, most: int, num_ranks: int, dtype: str
     ) -> None:
         super().__init__(backend, [])
-        self.max_num_seqs, self.ep_size, self.stopped = max_num_seqs, ep_size, False
+        self.given, self.stopped = (most, num_ranks, dtype), False
         STARTED.append(self)
+
+    def memory_bytes(self) -> list[int]:
+        return [3 << 29, 1 << 30]
 
     def wait_until_ready(self) -> float:
         return 1.0
@@ -253,7 +372,9 @@ def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         bench_serve,
         "one_rank_tokens",
-        lambda _checkpoint, _folder, prompts, length: [expected_of(p, length) for p in prompts],
+        lambda _checkpoint, _folder, prompts, length, _dtype: [
+            expected_of(p, length) for p in prompts
+        ],
     )
 
 
@@ -274,12 +395,62 @@ def test_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert set(result["ratio"]["gloo_ag_rs"]) == {"1", "3"}
     # 2 rounds of 1 and of 3 requests, of 4 + 6 - 1 tokens that pass 3 layers.
     assert result["exchanged"]["gloo_ag_rs"] == [{"at_least": 8 * 9 * 3}]
-    assert [server.max_num_seqs for server in STARTED] == [2, 2]
+    assert [server.given for server in STARTED] == [(3, 2, "float32")] * 2
+    assert (result["size"], result["dtype"]) == ("demo", "float32")
+    assert result["memory_bytes"]["gloo_ag_rs"] == [3 << 29, 1 << 30]
     assert all(server.stopped for server in STARTED)
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 4 + len(result["options"]["concurrency"])
+    assert len(printed) == 4 + len(result["options"]["concurrency"]) + 2
     ratio = result["ratio"]["gloo_ag_rs"]["3"]["median"]
-    assert f"{ratio:.2f} (" in printed[-1]
+    assert f"{ratio:.2f} (" in printed[-3]
+    assert printed[-2] == "| compute threads of each rank | 1 | 1 |  |"
+    assert printed[-1] == "| memory of each rank (PSS), GiB | 1.50, 1.00 | 1.50, 1.00 |  |"
+
+
+#: As a size has it: layers, hidden size, experts, top_k.
+OF_SIZES = {"demo": (3, 128, 16, 4), "0.2B": (4, 1024, 32, 8), "1.7B": (4, 2048, 64, 8)}
+
+
+@pytest.mark.parametrize("size", OF_SIZES)
+def test_the_options_of_a_size(size: str) -> None:
+    options = bench_serve.options_of(bench_serve.parser().parse_args(["--size", size]))
+    found = (options.layers, options.hidden_size, options.num_experts, options.top_k)
+    assert found == OF_SIZES[size]
+    assert options.model == sizes.SIZES[size]
+    assert sizes.name_of(options.model) == size
+
+
+@pytest.mark.parametrize(("size", "millions"), [("0.2B", 219), ("1.7B", 1680)])
+def test_a_size_has_the_weights_that_it_names(size: str, millions: int) -> None:
+    model = sizes.SIZES[size]
+    experts = 3 * model.hidden_size * model.moe_intermediate_size * model.num_experts
+    attention = 4 * model.hidden_size * model.num_heads * model.head_dim
+    router, words = model.hidden_size * model.num_experts, 2 * model.vocab_size * model.hidden_size
+    found = model.num_layers * (experts + attention + router) + words
+    assert round(found / 1e6) == millions
+
+
+def test_a_model_of_ones_own_has_no_size() -> None:
+    given = bench_serve.parser().parse_args(["--layers", "2"])
+    assert sizes.name_of(bench_serve.options_of(given).model) == "own"
+
+
+@pytest.mark.usefixtures("no_servers")
+def test_the_result_of_a_larger_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_serve, "write_checkpoint", lambda folder, _model: folder)
+    output = tmp_path / "result.json"
+    against = ["--size", "0.2B", "--against", "tensor_parallel", "one_rank"]
+    assert bench_serve.main([*SMALL, *against, "--output_file", str(output)]) == 0
+    result = json.loads(output.read_text())
+    assert (result["size"], result["dtype"]) == ("0.2B", "bfloat16")
+    assert {server.given for server in STARTED} == {(3, 2, "bfloat16")}
+    assert set(result["ratio"]) == {"tensor_parallel", "one_rank"}
+    assert result["exchanged"]["moe_nvlink"] == [{"at_least": 8 * 9 * 4}]
+    printed = capsys.readouterr().out
+    assert "32 experts, bfloat16; decode" in printed
+    assert "| tokens that differ from one rank's after equal ones | 0.0% | 0.0% |  |" in printed
 
 
 @pytest.mark.usefixtures("no_servers")
@@ -301,7 +472,9 @@ def test_nothing_is_written_after_a_wrong_token(
         (["--hidden_size", "200"], "no multiple of 128"),
         (["--top_k", "17"], "a top_k between 1 and their number"),
         (["--num_experts", "18", "--ep_size", "4"], "a multiple of 4 ranks"),
-        (["--against", "nowhere"], "gloo_ag_rs, one_rank, or the folder of a checkout"),
+        (["--against", "nowhere"], "one_rank, tensor_parallel, or the folder of a checkout"),
+        (["--size", "7B"], "choose from"),
+        (["--size", "0.2B", "--layers", "2"], "--layers changes the demo's model"),
     ],
 )
 def test_bad_options_are_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -67,6 +68,18 @@ def test_checkpoint_has_distinct_experts_and_repeats(tmp_path: Path, architectur
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     other = write_checkpoint(tmp_path / "c", architecture, seed=1) / "model.safetensors"
     assert other.read_bytes() != (tmp_path / "a" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("architecture", sorted(MODELS))
+def test_checkpoint_in_bfloat16_rounds_that_in_float32(tmp_path: Path, architecture: str) -> None:
+    model = dataclasses.replace(MODELS[architecture], dtype=torch.bfloat16)
+    wide = load_file(write_checkpoint(tmp_path / "a", architecture) / "model.safetensors")
+    rounded = load_file(write_checkpoint(tmp_path / "b", model) / "model.safetensors")
+    assert rounded.keys() == wide.keys()
+    for name, tensor in rounded.items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, wide[name].to(torch.bfloat16))
+    assert model.config()["torch_dtype"] == "bfloat16"
 
 
 def test_verdict_is_good_when_all_is_equal_and_counted() -> None:
