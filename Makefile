@@ -33,6 +33,7 @@ OLDEST_VENV := .venv-oldest
 OLDEST_PYTHON ?= 3.10
 NEWEST_VENV := .venv-newest
 NEWEST_PYTHON ?= 3.13
+VERSIONS_TESTS ?= tests/core tests/kernels
 UV := UV_PYTHON_DOWNLOADS=never $(VENV)/bin/uv
 SGLANG_PY := $(SGLANG_VENV)/bin/python
 export MOE_NVLINK_SGLANG_PYTHON ?= $(abspath $(SGLANG_PY))
@@ -149,7 +150,7 @@ oldest-env: $(OLDEST_VENV)/.ready
 newest-env: $(NEWEST_VENV)/.ready
 
 test-oldest test-newest: test-%: %-env
-	@.venv-$*/bin/python -m pytest -n 2 tests/core tests/kernels $(PYTEST_ARGS)
+	@.venv-$*/bin/python -m pytest -n 2 $(VERSIONS_TESTS) $(PYTEST_ARGS)
 
 OTHER_FRAMEWORKS := sglang-env vllm33-env
 

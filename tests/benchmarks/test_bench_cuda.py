@@ -102,6 +102,7 @@ def test_quantised_rows_are_checked_bit_for_bit(formats: tuple[str, str]) -> Non
             layer.check()
 
 
+@pytest.mark.long
 def test_a_wrong_row_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     right = emulated.Layer._send_back
 
@@ -366,6 +367,7 @@ def _loaded(_rank: int, _size: int) -> str:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_the_release_that_was_read_has_the_names(wheel: Path, tmp_path: Path) -> None:
     """Imported in a process of its own: no other test may find it."""
     found = run_processes(1, _loaded, tmp_path, meets=False, timeout_s=280)

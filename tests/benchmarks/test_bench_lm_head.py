@@ -90,6 +90,7 @@ def test_rates_of_cpu_ranks(tmp_path: Path) -> None:
         assert not told.overlaps
 
 
+@pytest.mark.long
 def test_a_rehearsal_of_one_gpu(tmp_path: Path) -> None:
     printed, result = run(tmp_path, "--groups", "2", "8", "--device", "rehearsal")
     assert result["options"]["dtype"] == "bfloat16"
@@ -152,6 +153,7 @@ def test_the_kernels_compile_for_a_gpu(architecture: str) -> None:
         assert f"moe_nvlink_emulated_{kernel}".encode() in code
 
 
+@pytest.mark.long
 def test_the_gpu_code_on_a_stand_in_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled, loaded, packed and launched by unmodified cuda-python, with a GPU's shapes."""
     kernels = host.build(emulated_text.stand_in_source(count=8), emulated.FLAGS)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +55,16 @@ class Shard(NamedTuple):
             if place % self.of != self.number - 1:
                 others.add(item)
         return [item for item in items if item not in others], [*others]
+
+
+def first_of(values: Iterable[Any], count: int = 1) -> list[Any]:
+    """Return the values of a parametrized test, of which only the first `count` are in each run."""
+    every = list(values)
+    long = (
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.long)
+        for value in every[count:]
+    )
+    return [*every[:count], *long]
 
 
 def test_of(nodeid: str) -> str:

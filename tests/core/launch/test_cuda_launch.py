@@ -13,6 +13,7 @@ import ctypes
 import dataclasses
 import gc
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ from moe_nvlink_plugin.verify import cases, compare
 from tests.support import case_list, fake_cuda, kernel_texts
 from tests.support.fake_cuda import ptx
 from tests.support.fake_cuda.transport import capturing, install
+from tests.support.long_tests import first_of
 from tests.support.ranks import run_processes
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
@@ -480,7 +482,7 @@ def capture_and_replay(num_replays: int) -> list[bool]:
     return outcome
 
 
-@pytest.mark.parametrize(("on", "num_replays"), [("host", 1000), ("ptx", 20)])
+@pytest.mark.parametrize(("on", "num_replays"), first_of([("host", 1000), ("ptx", 20)]))
 def test_capture_from_the_first_call_and_many_replays(
     on: str, num_replays: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -740,8 +742,9 @@ def test_a_rank_that_cannot_start(
     assert before == after
 
 
-def refusing() -> list[int]:
+def refusing(cache: str) -> list[int]:
     """Cubins compiled by a start, one whose first cubin the driver refuses, and one more such."""
+    os.environ["MOE_NVLINK_CACHE_DIR"] = cache
     control, compiled = fake_cuda.control(), []
     for refused in ("", *["cuModuleLoadData:1:CUDA_ERROR_INVALID_IMAGE"] * 2):
         _loaded.clear()
@@ -756,8 +759,7 @@ def test_a_cubin_that_the_driver_refuses_is_compiled_anew_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A newer NVRTC may have filled the cache, on another machine."""
-    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(tmp_path / "cache"))
-    first, *others = in_driver(refusing, tmp_path, monkeypatch)
+    first, *others = in_driver(refusing, tmp_path, monkeypatch, str(tmp_path / "cache"))
     assert first > 1
     assert others == [1, 0]
 

@@ -35,6 +35,7 @@ from moe_nvlink_plugin.tools.doctor.inquiry import EntryPoint, Facts, Found
 from moe_nvlink_plugin.tools.doctor.verdict import Verdict, device_reasons
 from moe_nvlink_plugin.transport import host as shared_memory
 from tests.support import fake_cuda
+from tests.support.long_tests import first_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -127,16 +128,19 @@ def test_two_good_gpus(fake: Fake) -> None:
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [
-        ({"mig": 1}, r"GPUs 0-1: Fake GPU MIG 1g.10gb is a MIG slice.*nvidia-smi -mig 0"),
-        ({"p2p": 0}, r"no NVLink between GPUs 0-1: .*nvidia-smi topo -p2p n.*another all-to"),
-        ({"atomics": 0}, r"no NVLink between GPUs 0-1: "),
-        ({"driver": 12040}, r"the driver serves CUDA 12\.4, .* need 13\.0; install driver 580"),
-        ({"capability": "8.0"}, r"GPUs 0-1: .*capability 8\.0, .*9\.0, 10\.0.*use another"),
-        ({"vmm": 0}, r"no virtual memory management.*use another"),
-        ({"devices": 0}, r"does not start \(CUDA_ERROR_NO_DEVICE\).*CUDA_VISIBLE_DEVICES"),
-        ({"fail": "cuInit:1:CUDA_ERROR_SYSTEM_NOT_READY"}, r"start nvidia-fabricmanager"),
-    ],
+    first_of(
+        [
+            ({"mig": 1}, r"GPUs 0-1: Fake GPU MIG 1g.10gb is a MIG slice.*nvidia-smi -mig 0"),
+            ({"p2p": 0}, r"no NVLink between GPUs 0-1: .*nvidia-smi topo -p2p n.*another all-to"),
+            ({"atomics": 0}, r"no NVLink between GPUs 0-1: "),
+            ({"driver": 12040}, r"the driver serves CUDA 12\.4, .* need 13\.0; install driver 580"),
+            ({"capability": "8.0"}, r"GPUs 0-1: .*capability 8\.0, .*9\.0, 10\.0.*use another"),
+            ({"vmm": 0}, r"no virtual memory management.*use another"),
+            ({"devices": 0}, r"does not start \(CUDA_ERROR_NO_DEVICE\).*CUDA_VISIBLE_DEVICES"),
+            ({"fail": "cuInit:1:CUDA_ERROR_SYSTEM_NOT_READY"}, r"start nvidia-fabricmanager"),
+        ],
+        2,
+    ),
 )
 def test_what_will_not_work(fake: Fake, options: dict[str, Any], expected: str) -> None:
     verdict = judge(fake(**{"devices": 2, **options}))
@@ -149,9 +153,11 @@ def test_what_will_not_work(fake: Fake, options: dict[str, Any], expected: str) 
 
 @pytest.mark.parametrize(
     "call",
-    ["cuMemGetAllocationGranularity", "cuMemCreate", "cuMemExportToShareableHandle"]
-    + ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
-    + ["cuDevicePrimaryCtxRetain"],
+    first_of(
+        ["cuMemMap", "cuMemGetAllocationGranularity", "cuMemCreate", "cuMemExportToShareableHandle"]
+        + ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemSetAccess"]
+        + ["cuDevicePrimaryCtxRetain"]
+    ),
 )
 def test_a_handle_that_fails_at_any_step(fake: Fake, call: str) -> None:
     gpus = fake(devices=1, fail=f"{call}:1:CUDA_ERROR_NOT_PERMITTED")
@@ -161,7 +167,9 @@ def test_a_handle_that_fails_at_any_step(fake: Fake, call: str) -> None:
     assert f"GPU 0: its memory cannot be shared ({trial.error})" in str(judge(gpus))
 
 
-@pytest.mark.parametrize("call", ["", "cuMemExportToShareableHandle", "cuMemMap", "cuMemSetAccess"])
+@pytest.mark.parametrize(
+    "call", first_of(["", "cuMemMap", "cuMemExportToShareableHandle", "cuMemSetAccess"], 2)
+)
 def test_nothing_stays_behind(library: Path, call: str) -> None:
     """All that a trial has made is given back, also when it fails in the middle."""
     options: dict[str, Any] = {"fail": f"{call}:1:CUDA_ERROR_UNKNOWN"} if call else {}
@@ -429,7 +437,7 @@ def own_texts(refused: Variant) -> list[str]:
     return sorted(mine.difference(*of_kinds.values()))
 
 
-@pytest.mark.parametrize("number", range(1, len(KINDS)), ids=KINDS[1:])
+@pytest.mark.parametrize("number", first_of(range(1, len(KINDS))), ids=KINDS[1:])
 def test_one_kind_that_nvrtc_refuses(
     fake: Fake, empty_cache: None, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -698,6 +706,7 @@ for variables in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.long
 def test_the_verdict_is_the_transports(library: Path, fake: Fake) -> None:
     cases: list[dict[str, Any]] = [{}, {"fabric": 1}, {"fabric": "broken"}]  # these work
     cases += [{"p2p": 0}, {"atomics": 0}, {"mig": 1}, {"shared_uuid": 1}, {"vmm": 0}]

@@ -116,6 +116,7 @@ def test_malformed_geometries(text: str, capsys: pytest.CaptureFixture[str]) -> 
     assert f"geometry {text!r} is neither" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_what_it_makes_is_what_ranks_ask_for(
     compiler: None, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,7 @@ def options(folder: Path, **values: Any) -> tune.Options:
     return tune.Options(**{**SIZES, **given, **values})
 
 
+@pytest.mark.long
 def test_two_ranks_end_with_a_verdict(tmp_path: Path) -> None:
     """Whichever: the machine is busy."""
     output = tmp_path / "tuned.json"

@@ -274,6 +274,7 @@ class TestTwoRanks:
         check_stopped_rank_is_named(server, Stops(folder, "dp2"), stop_on_order.HEAD, told)
 
 
+@pytest.mark.long
 def test_four_ranks_then_kill_9_in_a_draft_step(reference: Reference, folder: Path) -> None:
     arguments = ("--data-parallel-size=4", *speculating())
     environment = {"MOE_NVLINK_MTP_LM_HEAD_TP": "4"}

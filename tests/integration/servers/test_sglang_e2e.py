@@ -170,6 +170,7 @@ def test_other_models_and_four_ranks(
         _check(server, expected, ep_size, model)
 
 
+@pytest.mark.long
 def test_the_demonstration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`make demo DEMO_ARGS="--framework sglang"`, with servers that are forks."""
     forked = demo.FRAMEWORKS["sglang"]._replace(server=ForkedSglang)

@@ -62,6 +62,7 @@ def test_a_whole_group_ends_as_expected(name: str, tmp_path: Path) -> None:
     assert "every outcome is as expected" in done.stdout
 
 
+@pytest.mark.long
 def test_vllms_tests_catch_a_broken_backend(tmp_path: Path) -> None:
     """One of our classes sends tokens to the next rank's experts; vLLM's comparison fails."""
     done = run(
