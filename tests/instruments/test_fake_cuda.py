@@ -27,7 +27,7 @@ from tests.support.fake_cuda import build, control, environment, ptx
 from tests.support.ranks import run_processes
 from tests.support.sass import cuobjdump
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(100)]
 
 MIB = 2**20
 

@@ -75,6 +75,13 @@ def test_each_long_test_is_in_one_shard_and_the_others_in_all(suite: pytest.Pyte
     assert all(sum("whole" in name for name in shard) in (1, 2) for shard in shards)
 
 
+def test_a_file_that_is_long_as_a_whole_is_in_one_shard(suite: pytest.Pytester) -> None:
+    text = "import pytest; pytestmark = [pytest.mark.long]\ndef test_a(): ...\ndef test_b(): ...\n"
+    suite.makepyfile(test_whole_file=text)
+    shards = [run(suite, "--shard", f"{number}/3") for number in (1, 2, 3)]
+    assert sorted(len(shard & {"test_a", "test_b"}) for shard in shards) == [0, 0, 2]
+
+
 def test_a_shard_of_the_long_tests_alone(suite: pytest.Pytester) -> None:
     found = run(suite, "--shard", "1/3", expression="long")
     assert "test_short" not in found

@@ -25,6 +25,7 @@ OLDEST, LEVEL = "g++-11", "x86-64-v4"
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 pytestmark = [
+    pytest.mark.long,
     builds.ON_X86,
     pytest.mark.skipif(
         shutil.which(OLDEST) is None, reason=f"not installed: {OLDEST} (Debian's package)"

@@ -22,14 +22,6 @@ LEVELS = {
     "x86-64-v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
 }
 
-#: For the tests. Each build is half a minute of a core. All other tests run the build of this
-#: processor, so `make test` adds the plain one only.
-PARAMETERS = [
-    "x86-64",
-    pytest.param("x86-64-v3", marks=pytest.mark.long),
-    pytest.param("x86-64-v4", marks=pytest.mark.long),
-]
-
 ON_X86 = pytest.mark.skipif(
     platform.machine() not in {"x86_64", "AMD64"},
     reason=f"builds for x86-64, this is {platform.machine()}",

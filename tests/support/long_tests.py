@@ -25,7 +25,10 @@ _CASES = "cases of this long test"
 
 
 class Shard(NamedTuple):
-    """Every `of`-th long test, from the one with this number on; numbers begin at 1."""
+    """Every `of`-th long test, from the one with this number on; numbers begin at 1.
+
+    A file that is marked as a whole counts as one test.
+    """
 
     number: int
     of: int
@@ -49,12 +52,24 @@ class Shard(NamedTuple):
 
     def split(self, items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
         """Return the items of this run, and the long ones of other shards."""
-        others = set()
-        long = [item for item in items if item.get_closest_marker("long")]
-        for place, item in enumerate(sorted(long, key=lambda item: item.nodeid)):
-            if place % self.of != self.number - 1:
-                others.add(item)
+        units = defaultdict(list)
+        for item in items:
+            if item.get_closest_marker("long"):
+                units[_unit(item)].append(item)
+        others = {
+            item
+            for place, unit in enumerate(sorted(units))
+            if place % self.of != self.number - 1
+            for item in units[unit]
+        }
         return [item for item in items if item not in others], [*others]
+
+
+def _unit(item: pytest.Item) -> str:
+    """What is in one shard: a test, or a file that is marked as a whole, with what it compiles."""
+    module = item.getparent(pytest.Module)
+    is_whole = module and any(mark.name == "long" for mark in module.own_markers)
+    return item.nodeid.split("::")[0] if is_whole else item.nodeid
 
 
 def first_of(values: Iterable[Any], count: int = 1) -> list[Any]:

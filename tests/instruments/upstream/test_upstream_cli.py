@@ -16,6 +16,8 @@ VERSION = "0.32.0"
 TESTS = """
 import importlib.metadata, pytest
 
+pytestmark = pytest.mark.long
+
 def test_good(): pass
 
 @pytest.mark.parametrize("value", [1, 2])

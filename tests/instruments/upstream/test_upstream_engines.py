@@ -15,6 +15,8 @@ pytest.importorskip("vllm")
 
 from tests.upstream.adapt import engines
 
+pytestmark = pytest.mark.long
+
 MOE = "ibm-research/PowerMoE-3b"
 DENSE = "hmellor/tiny-random-LlamaForCausalLM"
 

@@ -19,6 +19,8 @@ PROGRAM = """
 import os, subprocess, sys, time
 from multiprocessing.shared_memory import SharedMemory
 
+pytestmark = pytest.mark.long
+
 memory = SharedMemory(create=True, size=64)
 child = subprocess.Popen(["sleep", "600"])
 code = "import subprocess, time; print(subprocess.Popen(['sleep', '600'], env={}).pid, flush=True)"

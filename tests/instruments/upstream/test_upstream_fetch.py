@@ -14,6 +14,8 @@ from moe_nvlink_plugin.integration.vllm import compat
 from tests.upstream import fetch
 from tests.upstream.fetch import FetchError, UnreachableError
 
+pytestmark = pytest.mark.long
+
 VERSION = "9.8.7"
 TOP = f"vllm-{VERSION}"
 FILES = {

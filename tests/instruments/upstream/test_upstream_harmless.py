@@ -8,8 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.upstream import settings
 from tests.upstream.run import HERE
+
+pytestmark = pytest.mark.long
 
 HIDING, WITHIN = HERE / "hiding", HERE / "within"
 

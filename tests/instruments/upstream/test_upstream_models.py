@@ -13,6 +13,8 @@ pytest.importorskip("vllm")
 
 from tests.upstream import models
 
+pytestmark = pytest.mark.long
+
 MOE = "ibm-research/PowerMoE-3b"
 
 

@@ -24,6 +24,8 @@ import os, time, torch
 from torch.multiprocessing import spawn
 from moe_nvlink_upstream.adapt import ranks
 
+pytestmark = pytest.mark.long
+
 def launch(worker, *words):
     store = f"file://{os.getcwd()}/store-{worker.__name__}"
     spawn(begin, args=(2, 2, 0, store, worker, *words), nprocs=2, join=True)

@@ -18,6 +18,8 @@ from tests.upstream.expectations import Rule
 from tests.upstream.groups import Plugin
 from tests.upstream.run import Job, Ran, run
 
+pytestmark = pytest.mark.long
+
 A = "tests/test_a.py"
 
 

@@ -338,6 +338,7 @@ def test_without_a_format_the_rows_travel_as_they_are() -> None:
         assert outcome.bytes_combined == rows.nbytes
 
 
+@pytest.mark.long
 def test_with_the_constants_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Narrow parts, absent rows as -0.0, four threads a CTA: the branches the host leaves out."""
     text = kernel_texts.host_source()

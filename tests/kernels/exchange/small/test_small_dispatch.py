@@ -104,6 +104,7 @@ def test_as_the_reference(case: Case) -> None:
     case_list.check_case(small(case))
 
 
+@pytest.mark.long
 def test_the_most_ranks() -> None:
     """In ordinary memory: so many ranks of one process would need too many mappings."""
     many = dataclasses.replace(MANY, tokens=(2, 0, 1, 3) * 32, num_experts=131)
