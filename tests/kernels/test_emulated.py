@@ -29,6 +29,7 @@ from tests.gpu import test_rounds as test_gpu_rounds
 from tests.support import case_list, delays, emulated, emulated_text, fake_cuda, sanitized
 from tests.support import ranks as processes
 from tests.support.case_list import CASES, RECIPE_CASES
+from tests.support.long_tests import first_of
 from tests.support.sass import cuobjdump
 
 pytestmark = pytest.mark.timeout(280)
@@ -246,7 +247,7 @@ def test_variants_compile(pdl: bool, sown: bool) -> None:
     assert ("NANOSLEEP" in sass) == sown
 
 
-@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("pdl", first_of([True, False]))
 def test_the_gpu_code_on_a_stand_in_driver(
     pdl: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
