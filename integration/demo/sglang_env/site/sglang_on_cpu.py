@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -53,6 +54,9 @@ class _KernelLibrary(ModuleType):
 class StandIns(MetaPathFinder):
     """Finds the stand-ins; everything else is left to the finders after this one."""
 
+    def __init__(self) -> None:
+        self._interprets = os.environ.get("TRITON_INTERPRET") == "1"
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -63,7 +67,7 @@ class StandIns(MetaPathFinder):
             raise ModuleNotFoundError("vLLM is hidden in the environment of SGLang", name="vllm")
         if fullname == "sgl_kernel":
             return ModuleSpec(fullname, _Made(_KernelLibrary), is_package=True)
-        if package == "triton":
+        if package == "triton" and not self._interprets:
             return ModuleSpec(fullname, _Made(_triton), is_package=True)
         if fullname == "torchvision":
             _define_torchvision_operators()
