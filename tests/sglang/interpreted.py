@@ -11,7 +11,7 @@ The activation and the quantisation in blocks are SGLang's: it has them for devi
 
 Two operations of Triton 3.7's interpreter are not those of a GPU, and have others here: ``tl.dot``
 multiplies the bits of BF16 as integers, and conversions to BF16 and FP8 cut off what they should
-round.
+round. Where SGLang would round float32 rows to FP16, float32 stays.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,26 @@ def dot_of(builder: Any, language: Any) -> Callable[..., Any]:
     return create_dot
 
 
+def install_in_servers() -> None:
+    """Let servers on CPU ranks take SGLang's and our own branches for CUDA, and these operators."""
+    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+
+    from moe_nvlink_plugin.integration.sglang.moe import forms, fused
+
+    def put(holder: Any, name: str, value: Any) -> None:
+        setattr(holder, name, value)
+
+    install(put)
+    put(UnquantizedFusedMoEMethod, "forward_cpu", UnquantizedFusedMoEMethod.forward_cuda)
+    own = forms.runner_for
+    put(
+        forms,
+        "runner_for",
+        lambda config, method, _device, flag: own(config, method, torch.device("cuda"), flag),
+    )
+    put(fused, "register", lambda: fused.alias(fused.FUSED[0]))
+
+
 def install(replace: Callable[..., Any]) -> None:
     """Put these where SGLang and Triton look for them.
 
@@ -125,6 +146,9 @@ def install(replace: Callable[..., Any]) -> None:
     replace(align, "sgl_moe_align_block_size", moe_align_block_size)
     replace(fp8_kernel, "sgl_per_tensor_quant_fp8", per_tensor_quant_fp8)
     replace(fp8_kernel, "sgl_per_token_quant_fp8", per_token_quant_fp8)
+    # Where rows are float32 SGLang's kernels would round to FP16.
+    kinds = {"bfloat16": triton.language.bfloat16, "float16": triton.language.float32}
+    replace(fused_moe, "tl", SimpleNamespace(**kinds))
     # For which there is no file of tuned block sizes.
     replace(fused_moe_triton_config, "get_device_name", lambda: "interpreter")
     for name in ("inplace_fused_experts", "outplace_fused_experts"):

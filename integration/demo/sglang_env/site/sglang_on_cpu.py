@@ -3,6 +3,8 @@
 The environment of `make sglang-env` imports this module when an interpreter starts, so it imports
 nothing that takes time. `install` puts a finder before all others; the finder acts when a module
 that it stands in for is imported. No stand-in computes anything: SGLang fails if it calls one.
+
+With TRITON_INTERPRET=1 Triton has no stand-in: the one on the path executes kernels on CPU tensors.
 """
 
 from __future__ import annotations
@@ -153,4 +155,7 @@ def _sglang_stubs() -> ModuleType:
 
 def install() -> None:
     """Put the finder before all others."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        # What torch compiles is for the CPU; it would ask Triton for a driver.
+        os.environ.setdefault("TORCHINDUCTOR_TRITON_DISABLE_DEVICE_DETECTION", "1")
     sys.meta_path.insert(0, StandIns())
