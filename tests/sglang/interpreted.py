@@ -118,7 +118,8 @@ def install_in_servers() -> None:
         setattr(holder, name, value)
 
     install(put)
-    put(UnquantizedFusedMoEMethod, "forward_cpu", UnquantizedFusedMoEMethod.forward_cuda)
+    for name in ("forward_cpu", "forward_native"):  # with AMX, and without
+        put(UnquantizedFusedMoEMethod, name, UnquantizedFusedMoEMethod.forward_cuda)
     own = forms.runner_for
     put(
         forms,
