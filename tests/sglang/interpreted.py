@@ -4,10 +4,10 @@ Triton's interpreter executes SGLang's kernels on CPU tensors. These are the ope
 
 - ``moe_align_block_size``, which sorts choices by expert;
 - ``per_tensor_quant_fp8`` and ``per_token_quant_fp8``, which quantise rows without blocks;
-- ``inplace_fused_experts`` and ``outplace_fused_experts``: SGLang's own functions, which it registers
-  as operators for CUDA alone. Here they are called as functions.
+- ``inplace_fused_experts`` and ``outplace_fused_experts``: SGLang's own functions, which it makes
+  operators for CUDA alone. Here they are called as functions.
 
-The activation and the quantisation in blocks are SGLang's: it has them for devices without CUDA too.
+The activation and the quantisation in blocks are SGLang's: it has them for other devices too.
 
 Two operations of Triton 3.7's interpreter are not those of a GPU, and have others here: ``tl.dot``
 multiplies the bits of BF16 as integers, and conversions to BF16 and FP8 cut off what they should

@@ -188,22 +188,32 @@ def test_other_models_and_four_ranks(
         _check(server, expected, ep_size, model)
 
 
-def test_tritons_experts(folder: Path) -> None:
-    """Qwen2-MoE, its Triton kernel for the shared expert, and Triton's experts after our dispatch.
-
-    All kernels are interpreted, on one rank and on two. Slow: few tokens.
-    """
+@pytest.fixture(scope="module")
+def with_triton(folder: Path) -> tuple[dict[str, str], Expected]:
+    """Variables for Triton, and what one rank answers with it: a few tokens, for it is slow."""
     (folder / "triton").mkdir()
-    triton = sglang_triton.variables(folder / "triton")
+    variables = sglang_triton.variables(folder / "triton")
     few: Any = {"num_sequences": 3, "longest": (20, 8)}
-    expected = _ask_one_rank(QWEN2, folder, **few, environment=triton)
-    arguments = [*TP2, "--chunked-prefill-size=32"]
-    server = EpSglang(expected.requests, folder, "qwen2 triton", *arguments, environment=triton)
-    with server:
+    return variables, _ask_one_rank(QWEN2, folder, **few, environment=variables)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arguments", [TP2, ATTENTION_DP2], ids=["tp2", "dp2"])
+def test_experts_and_shared_expert_of_triton(
+    arguments: Sequence[str], with_triton: tuple[dict[str, str], Expected], folder: Path
+) -> None:
+    """Qwen2-MoE, whose shared expert SGLang adds by a Triton kernel, with SGLang's Triton experts.
+
+    On one rank and on two, in Triton's interpreter.
+    """
+    variables, expected = with_triton
+    name, chunk = f"qwen2 {arguments[-1]}", "--chunked-prefill-size=32"
+    with EpSglang(
+        expected.requests, folder, name, *arguments, chunk, environment=variables
+    ) as server:
         assert server.differing(range(3), concurrency=2) == []
-        assert server.server.logprobs(expected.sequence) == pytest.approx(
-            expected.logprobs, abs=LOGPROB_TOLERANCE
-        )
+        logprobs = server.server.logprobs(expected.sequence)
+        assert logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
         server.check_traffic(2, 3, QWEN2.num_layers)
         assert _computes_with_triton(server.server)
 
