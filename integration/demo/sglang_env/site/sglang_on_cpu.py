@@ -54,10 +54,14 @@ class _KernelLibrary(ModuleType):
 
 
 class StandIns(MetaPathFinder):
-    """Finds the stand-ins; everything else is left to the finders after this one."""
+    """Finds the stand-ins; everything else is left to the finders after this one.
 
-    def __init__(self) -> None:
-        self._interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    Args:
+        interprets: whether Triton is there to execute kernels, and has no stand-in.
+    """
+
+    def __init__(self, interprets: bool) -> None:
+        self._interprets = interprets
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -155,7 +159,8 @@ def _sglang_stubs() -> ModuleType:
 
 def install() -> None:
     """Put the finder before all others."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    if interprets:
         # What torch compiles is for the CPU; it would ask Triton for a driver.
         os.environ.setdefault("TORCHINDUCTOR_TRITON_DISABLE_DEVICE_DETECTION", "1")
-    sys.meta_path.insert(0, StandIns())
+    sys.meta_path.insert(0, StandIns(interprets))
