@@ -7,7 +7,8 @@ Triton's interpreter executes SGLang's kernels on CPU tensors. These are the ope
 - ``inplace_fused_experts`` and ``outplace_fused_experts``: SGLang's own functions, which it makes
   operators for CUDA alone. Here they are called as functions.
 
-The activation and the quantisation in blocks are SGLang's: it has them for other devices too.
+The activation, the quantisation in blocks and the sum over a token's experts are SGLang's own for
+devices without CUDA.
 
 Two operations of Triton 3.7's interpreter are not those of a GPU, and have others here: ``tl.dot``
 multiplies the bits of BF16 as integers, and conversions to BF16 and FP8 cut off what they should

@@ -159,8 +159,4 @@ def _sglang_stubs() -> ModuleType:
 
 def install() -> None:
     """Put the finder before all others."""
-    interprets = os.environ.get("TRITON_INTERPRET") == "1"
-    if interprets:
-        # What torch compiles is for the CPU; it would ask Triton for a driver.
-        os.environ.setdefault("TORCHINDUCTOR_TRITON_DISABLE_DEVICE_DETECTION", "1")
-    sys.meta_path.insert(0, StandIns(interprets))
+    sys.meta_path.insert(0, StandIns(os.environ.get("TRITON_INTERPRET") == "1"))
