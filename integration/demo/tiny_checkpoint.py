@@ -98,6 +98,13 @@ def _qwen3_moe_config(model: TinyModel) -> dict[str, Any]:
     }
 
 
+def _qwen2_moe_config(model: TinyModel) -> dict[str, Any]:
+    return _qwen3_moe_config(model) | {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "shared_expert_intermediate_size": model.num_shared_experts * model.moe_intermediate_size,
+    }
+
+
 def _glm4_moe_config(model: TinyModel) -> dict[str, Any]:
     return _common_config(model) | {
         "architectures": ["Glm4MoeForCausalLM"],
@@ -170,6 +177,7 @@ def _gpt_oss_config(model: TinyModel) -> dict[str, Any]:
 
 
 CONFIGS: dict[str, Callable[[TinyModel], dict[str, Any]]] = {
+    "qwen2_moe": _qwen2_moe_config,
     "qwen3_moe": _qwen3_moe_config,
     "glm4_moe": _glm4_moe_config,
     "deepseek_v3": _deepseek_v3_config,
@@ -202,6 +210,11 @@ DEEPSEEK_V3 = TinyModel(
     num_shared_experts=1,
     latent_size=64,
     rope_head_dim=16,
+)
+
+#: A shared expert with a gate. SGLang adds it by a kernel of Triton's, on CPUs as well.
+QWEN2 = TinyModel(
+    architecture="qwen2_moe", num_layers=2, num_experts=8, top_k=2, num_shared_experts=1
 )
 
 #: A model with a draft layer. Its vocabulary is no multiple of 16 and its last shard of 4 is short.
@@ -257,6 +270,11 @@ class _Weights:
                 self.normal(f"{name}.{one}_proj.bias", size, std=0.1)
             self.normal(f"{name}.sinks", model.num_heads, std=1.0)
             return
+        if model.architecture == "qwen2_moe":
+            # Sharp as below, without norms.
+            for one, size in (("q", queries), ("k", keys), ("v", keys)):
+                self.normal(f"{name}.{one}_proj.bias", size, std=ATTENTION_SHARPNESS)
+            return
         # Sharp attention: diffuse heads average the past away, and outputs fall into short cycles.
         self.norm(f"{name}.q_norm", model.head_dim, scale=ATTENTION_SHARPNESS)
         self.norm(f"{name}.k_norm", model.head_dim, scale=ATTENTION_SHARPNESS)
@@ -295,7 +313,10 @@ class _Weights:
             self.normal(f"{name}.gate.e_score_correction_bias", model.num_experts, std=0.1)
         if model.num_shared_experts:
             size = model.moe_intermediate_size * model.num_shared_experts
-            self.mlp(f"{name}.shared_experts", size)
+            gated = model.architecture == "qwen2_moe"
+            self.mlp(f"{name}.shared_expert" if gated else f"{name}.shared_experts", size)
+            if gated:
+                self.linear(f"{name}.shared_expert_gate", 1, model.hidden_size)
 
     def fused_moe(self, name: str) -> None:
         """Router and experts of GPT-OSS: one tensor for all experts, transposed, with biases."""

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 READERS = {
     "moe_nvlink_plugin/env.py": "the one place where our variables are read",
     "integration/demo/server.py": "hands its own environment on to the server it starts",
+    "integration/demo/sglang_env/site/": "prepares the interpreter of an environment as it starts",
     "integration/demo/vllm33_env/site/": "prepares the interpreter of an environment as it starts",
     "integration/demo/sglang_server.py": "is told which interpreter has SGLang",
 }

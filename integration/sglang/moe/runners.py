@@ -12,8 +12,8 @@
 
 "Global" rows keep the ids of other ranks' experts, which the runner leaves out by its ep_rank; only
 the choices of no expert, and those of empty slots, get the padding id. The table follows SGLang's
-``FlashinferDispatcher`` and ``StandardDispatcher`` of 0.5.23, as read; of these runners none has
-run with our exchange, for want of a GPU.
+``FlashinferDispatcher`` and ``StandardDispatcher`` of 0.5.23, as read. For want of a GPU, only
+triton has run with our exchange, in Triton's interpreter.
 """
 
 from __future__ import annotations

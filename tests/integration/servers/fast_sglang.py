@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import socket
 import sys
 from pathlib import Path
@@ -33,6 +34,10 @@ def preload() -> None:
     from sglang.srt import plugins
 
     assert not plugins._plugins_loaded
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.sglang import interpreted
+
+        interpreted.install_in_servers()
 
 
 if __name__ == "__main__":

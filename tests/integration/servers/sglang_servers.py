@@ -13,6 +13,7 @@ from moe_nvlink_plugin.integration.demo.sglang_server import (
     interpreter,
 )
 from tests.integration.servers.servers import EpServer, Forked, Requests, Template
+from tests.support import sglang_triton
 
 _FAST_SGLANG = str(Path(__file__).parent / "fast_sglang.py")
 #: Long enough for a slow machine between two MoE layers.
@@ -22,20 +23,40 @@ TIMEOUT_S = 60
 @functools.cache
 def template() -> Template:
     """The one of this run. Which plugins a server loads is decided in its fork."""
-    return Template.started(CPU_ENVIRONMENT, (str(interpreter()), _FAST_SGLANG))
+    return _started()
+
+
+@functools.cache
+def template_with_triton(variables: frozenset[tuple[str, str]]) -> Template:
+    """The one whose servers compute as on GPUs, in Triton's interpreter (`sglang_triton`)."""
+    return _started(**dict(variables))
+
+
+def _started(**variables: str) -> Template:
+    program = (str(interpreter()), _FAST_SGLANG)
+    return Template.started({**CPU_ENVIRONMENT, **variables}, program)
 
 
 class ForkedSglang(SglangServer):
     """A server that starts without an import."""
 
     def _start(self, variables: Mapping[str, str], log: IO[bytes]) -> Forked:
-        return template().fork(self.command[1:], variables, log)
+        triton = frozenset(sglang_triton.chosen(variables).items())
+        forked_from = template_with_triton(triton) if triton else template()
+        return forked_from.fork(self.command[1:], variables, log)
 
 
 class EpSglang(EpServer):
     """An SGLang server with our backend; what it is asked and how it is judged is as for vLLM's."""
 
-    def __init__(self, requests: Requests, folder: Path, name: str, *arguments: str) -> None:
+    def __init__(
+        self,
+        requests: Requests,
+        folder: Path,
+        name: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.requests = requests
         self.stats_folder = folder / f"stats {name}"
         self.server = ForkedSglang(
@@ -46,5 +67,6 @@ class EpSglang(EpServer):
             environment={
                 "MOE_NVLINK_STATS_DIR": str(self.stats_folder),
                 "MOE_NVLINK_TIMEOUT_S": str(TIMEOUT_S),
+                **(environment or {}),
             },
         )

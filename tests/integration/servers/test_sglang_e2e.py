@@ -12,24 +12,26 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 
 from moe_nvlink_plugin.integration.demo import demo
-from moe_nvlink_plugin.integration.demo.server import ServerError
+from moe_nvlink_plugin.integration.demo.server import Server, ServerError
 from moe_nvlink_plugin.integration.demo.sglang_server import interpreter
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import (
     DEEPSEEK_V3,
     MODELS,
+    QWEN2,
     TinyModel,
     write_checkpoint,
 )
 from tests.integration.servers.servers import Asking, Requests, our_files
 from tests.integration.servers.sglang_servers import EpSglang, ForkedSglang
+from tests.support import sglang_triton
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -74,20 +76,36 @@ def expected_of(folder: Path) -> Callable[[TinyModel], Expected]:
     return get
 
 
-def _ask_one_rank(model: TinyModel, folder: Path) -> Expected:
+def _ask_one_rank(
+    model: TinyModel,
+    folder: Path,
+    *,
+    num_sequences: int = NUM_SEQUENCES,
+    longest: tuple[int, int] = (60, 24),
+    environment: Mapping[str, str] | None = None,
+) -> Expected:
+    """Its answers to prompts of at most `longest[0]` tokens, at most `longest[1]` long."""
     checkpoint = write_checkpoint(folder / model.architecture, model)
     draw = random.Random(7)
     vocab = range(model.vocab_size)
-    prompts = [draw.choices(vocab, k=draw.randint(1, 60)) for _ in range(NUM_SEQUENCES)]
-    lengths = [draw.randint(4, 24) for _ in prompts]
+    prompts = [draw.choices(vocab, k=draw.randint(1, longest[0])) for _ in range(num_sequences)]
+    lengths = [draw.randint(4, longest[1]) for _ in prompts]
     sequence = draw.choices(vocab, k=101)
     name = f"one rank {model.architecture}"
-    with ForkedSglang(model=checkpoint, name=name, folder=folder, with_plugins=False) as server:
+    with ForkedSglang(
+        model=checkpoint, name=name, folder=folder, with_plugins=False, environment=environment
+    ) as server:
         server.wait_until_ready()
         answers = server.complete(prompts, max_tokens=lengths, concurrency=8)
         logprobs = server.logprobs(sequence)
+        assert not environment or _computes_with_triton(server)
     tokens = [answer.token_ids for answer in answers]
     return Expected(Requests(checkpoint, prompts, lengths, tokens), sequence, logprobs)
+
+
+def _computes_with_triton(server: Server) -> bool:
+    """Whether the experts looked for block sizes; `interpreted` has the name of the device."""
+    return "device_name=interpreter" in server.log_path.read_text("utf-8", errors="replace")
 
 
 def _check(server: EpSglang, expected: Expected, ep_size: int, model: TinyModel) -> None:
@@ -168,6 +186,36 @@ def test_other_models_and_four_ranks(
     expected = expected_of(model)
     with EpSglang(expected.requests, folder, name, *arguments) as server:
         _check(server, expected, ep_size, model)
+
+
+@pytest.fixture(scope="module")
+def with_triton(folder: Path) -> tuple[dict[str, str], Expected]:
+    """Variables for Triton, and what one rank answers with it: a few tokens, for it is slow."""
+    (folder / "triton").mkdir()
+    variables = sglang_triton.variables(folder / "triton")
+    few: Any = {"num_sequences": 3, "longest": (20, 8)}
+    return variables, _ask_one_rank(QWEN2, folder, **few, environment=variables)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arguments", [TP2, ATTENTION_DP2], ids=["tp2", "dp2"])
+def test_experts_and_shared_expert_of_triton(
+    arguments: Sequence[str], with_triton: tuple[dict[str, str], Expected], folder: Path
+) -> None:
+    """Qwen2-MoE, whose shared expert SGLang adds by a Triton kernel, with SGLang's Triton experts.
+
+    On one rank and on two, in Triton's interpreter.
+    """
+    variables, expected = with_triton
+    name, chunk = f"qwen2 {arguments[-1]}", "--chunked-prefill-size=32"
+    with EpSglang(
+        expected.requests, folder, name, *arguments, chunk, environment=variables
+    ) as server:
+        assert server.differing(range(3), concurrency=2) == []
+        logprobs = server.server.logprobs(expected.sequence)
+        assert logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
+        server.check_traffic(2, 3, QWEN2.num_layers)
+        assert _computes_with_triton(server.server)
 
 
 @pytest.mark.long

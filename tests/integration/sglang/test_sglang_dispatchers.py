@@ -2,7 +2,8 @@
 
 The cases of ragged and empty ranks are those of SGLang's own dispatcher tests
 (test/manual/ep/test_nccl_dispatcher.py, test_flashinfer_dispatcher.py), written anew. The classes
-for CUDA ranks run on CPU tensors here; SGLang's GPU runners have never run with them.
+for CUDA ranks run on CPU tensors here. Of SGLang's GPU runners Triton's alone has run with them:
+tests/sglang/test_triton_runner.py.
 """
 
 from __future__ import annotations

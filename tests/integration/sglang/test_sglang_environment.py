@@ -1,4 +1,7 @@
-"""Runs `tests/sglang` in SGLang's environment, whose pins clash with those of this one."""
+"""Runs `tests/sglang` in SGLang's environment, whose pins clash with those of this one.
+
+One file of it needs Triton, which interprets SGLang's kernels.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,31 @@ import pytest
 
 from moe_nvlink_plugin.integration.demo.server import ServerError
 from moe_nvlink_plugin.integration.demo.sglang_server import interpreter
+from tests.support import sglang_triton
 
 ROOT = Path(__file__).resolve().parents[3]
+WITH_TRITON = "tests/sglang/test_triton_runner.py"
 
 
 @pytest.mark.timeout(900)
 def test_every_test_that_needs_sglang_passes_beside_it() -> None:
+    _check(["tests/sglang", f"--ignore={WITH_TRITON}"], {})
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("marked", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_sglangs_triton_runner_passes_there_too(marked: str, tmp_path: Path) -> None:
+    _check([WITH_TRITON, "-m", marked], sglang_triton.variables(tmp_path))
+
+
+def _check(arguments: list[str], variables: dict[str, str]) -> None:
     try:
         python = interpreter()
     except ServerError as error:
         pytest.skip(str(error))
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/sglang"]
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     # A worker of pytest-xdist tells the processes it starts that they are one too.
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | variables
     done = subprocess.run(
         command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=880, check=False
     )

@@ -3,12 +3,15 @@
 The environment of `make sglang-env` imports this module when an interpreter starts, so it imports
 nothing that takes time. `install` puts a finder before all others; the finder acts when a module
 that it stands in for is imported. No stand-in computes anything: SGLang fails if it calls one.
+
+With TRITON_INTERPRET=1 Triton has no stand-in: the one on the path executes kernels on CPU tensors.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -51,7 +54,14 @@ class _KernelLibrary(ModuleType):
 
 
 class StandIns(MetaPathFinder):
-    """Finds the stand-ins; everything else is left to the finders after this one."""
+    """Finds the stand-ins; everything else is left to the finders after this one.
+
+    Args:
+        interprets: whether Triton is there to execute kernels, and has no stand-in.
+    """
+
+    def __init__(self, interprets: bool) -> None:
+        self._interprets = interprets
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -63,7 +73,7 @@ class StandIns(MetaPathFinder):
             raise ModuleNotFoundError("vLLM is hidden in the environment of SGLang", name="vllm")
         if fullname == "sgl_kernel":
             return ModuleSpec(fullname, _Made(_KernelLibrary), is_package=True)
-        if package == "triton":
+        if package == "triton" and not self._interprets:
             return ModuleSpec(fullname, _Made(_triton), is_package=True)
         if fullname == "torchvision":
             _define_torchvision_operators()
@@ -149,4 +159,4 @@ def _sglang_stubs() -> ModuleType:
 
 def install() -> None:
     """Put the finder before all others."""
-    sys.meta_path.insert(0, StandIns())
+    sys.meta_path.insert(0, StandIns(os.environ.get("TRITON_INTERPRET") == "1"))
