@@ -46,11 +46,12 @@ class _TorchGroup:
 
     def _wait_for_all_ranks(self) -> None:
         # If a rank is missing, gloo's own collectives time out without naming it; this barrier
-        # names it.
-        if torch.distributed.get_backend(self._group) != "gloo" or self.size == 1:
+        # names it. Methods of the group, because torch's functions do not know groups that a
+        # framework has made beside torch's world (vLLM's elastic expert parallelism).
+        if self._group.name() != "gloo" or self.size == 1:
             return
         try:
-            torch.distributed.monitored_barrier(self._group, self._timeout, wait_all_ranks=True)
+            self._group.monitored_barrier(self._timeout, True)
         except RuntimeError as error:
             raise PeerError(f"not all ranks of the group arrived: {error}") from error
 

@@ -198,6 +198,7 @@ RULES = Rules(
     features={
         "balancing": "balancing",
         "draft": "drafts",
+        "elastic": "elastic",
         "faults": "faults",
         "lora": "adapters",
         "scheduler": "scheduling",
@@ -418,6 +419,7 @@ def check_names(
     balances: bool = False,
     adapts: bool = False,
     tolerates: bool = False,
+    scales: bool = False,
 ) -> None:
     """Check that this vLLM has the names that a worker needs. Local; called at start-up.
 
@@ -430,6 +432,7 @@ def check_names(
         balances: whether vLLM's load balancer moves experts.
         adapts: whether --enable-lora is given.
         tolerates: whether --enable-fault-tolerance is given.
+        scales: whether --enable-elastic-ep is given.
 
     Raises:
         UnsupportedError: names are missing; the message lists them, each with what needs it.
@@ -439,6 +442,7 @@ def check_names(
         "balancing": balances,
         "adapters": adapts,
         "faults": tolerates,
+        "elastic": scales,
     }
     wanted_for = {"", *(name for name, is_on in features.items() if is_on)}
     _require(
@@ -451,6 +455,11 @@ def check_names(
 def check_scheduler_names() -> None:
     """Check that this vLLM has the names that our schedulers touch. Local; raises as above."""
     _require(touched(features={"scheduling"}))
+
+
+def check_elastic_names(device_type: str) -> None:
+    """Check that this vLLM has the names for ranks that come and go. Local; raises as above."""
+    _require(touched(device_type, {"elastic"}))
 
 
 def _require(needed: Iterable[Touched]) -> None:

@@ -112,8 +112,6 @@ def _parallel(parallel: Any) -> Iterator[str]:
             '"Microbatching currently only supports"). Remove these flags, or choose one of that '
             "list by --all2all-backend."
         )
-    if parallel.enable_elastic_ep:
-        yield "elastic expert parallelism: remove --enable-elastic-ep."
     if parallel.prefill_context_parallel_size > 1:
         yield (
             f"--prefill-context-parallel-size {parallel.prefill_context_parallel_size}: only "
