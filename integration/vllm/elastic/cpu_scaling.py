@@ -8,14 +8,19 @@ transfer would not change. The experts come from the load balancer, as on GPUs.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
-from vllm.distributed.eplb.eplb_communicator import TorchDistGlooStagedEplbCommunicator
+import torch
+from vllm.distributed.eplb.eplb_communicator import EplbCommunicator
 
 from moe_nvlink_plugin.integration import overrides
 
 from .scaling import MoeNvlinkScaling
 from .scaling import put_in_place as _put_in_place
+
+#: Of all messages: those between two ranks arrive in order.
+_TAG = 0
 
 
 def put_in_place() -> None:
@@ -25,12 +30,42 @@ def put_in_place() -> None:
     balancer.create_eplb_communicator = by_gloo
 
 
-def by_gloo(group_coordinator: Any, *_args: Any, **_named: Any) -> Any:
+def by_gloo(group_coordinator: Any, *_args: Any, **_named: Any) -> GlooMoves:
     """Return what moves weights in a group: ``eplb_state.create_eplb_communicator``. Local.
 
     vLLM's own accepts only NCCL and NIXL for groups beside torch's world.
     """
-    return TorchDistGlooStagedEplbCommunicator(cpu_group=group_coordinator.cpu_group)
+    return GlooMoves(group_coordinator.cpu_group)
+
+
+class GlooMoves(EplbCommunicator):
+    """Moves weights by the methods of a gloo group. torch's functions need one of torch's world.
+
+    Args:
+        group: a gloo group of the expert-parallel ranks.
+    """
+
+    @overrides
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._asked: list[tuple[Callable[..., Any], torch.Tensor, int]] = []
+
+    @overrides
+    def add_send(self, tensors: list[torch.Tensor], dst_rank: int, expert_id: int) -> None:
+        """Note tensors for a rank. Local."""
+        self._asked += [(self._group.send, tensor, dst_rank) for tensor in tensors]
+
+    @overrides
+    def add_recv(self, tensors: list[torch.Tensor], src_rank: int, expert_id: int) -> None:
+        """Note where tensors of a rank go. Local."""
+        self._asked += [(self._group.recv, tensor, src_rank) for tensor in tensors]
+
+    @overrides
+    def execute(self) -> None:
+        """Send and receive what was noted. Collective over the ranks that noted each other."""
+        asked, self._asked = self._asked, []
+        for work in [verb([tensor], rank, _TAG) for verb, tensor, rank in asked]:
+            work.wait()
 
 
 class CpuScaling(MoeNvlinkScaling):
@@ -52,6 +87,11 @@ class CpuScaling(MoeNvlinkScaling):
     @overrides
     def warmup_new_worker(self) -> None:
         """Do nothing: the kernels that vLLM would warm are those of GPUs."""
+
+    @overrides
+    def warm_and_capture(self) -> None:
+        """End start-up in the new groups: there are no graphs, and nothing is compiled. Local."""
+        self.worker.compile_or_warm_up_model()
 
     @overrides
     def _warm_target_groups(self, dp_group: Any, ep_group: Any) -> None:
