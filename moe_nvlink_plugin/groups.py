@@ -35,7 +35,7 @@ class _TorchGroup:
     def __init__(self, group: torch.distributed.ProcessGroup, timeout_s: float) -> None:
         self.rank = group.rank()
         self.size = group.size()
-        self._group = group
+        self._group: Any = group
         self._timeout = datetime.timedelta(seconds=timeout_s)
 
     def all_gather_object(self, value: Any) -> list[Any]:

@@ -79,7 +79,7 @@ class MoeNvlinkScaling(ElasticEPScalingExecutor):
             make_eep_staged_quant_method,
         )
 
-        made = make_eep_staged_quant_method(module, moe, all2all_manager=all2all_manager)
+        made: Any = make_eep_staged_quant_method(module, moe, all2all_manager=all2all_manager)
         return made.moe_kernel.fused_experts
 
     @overrides
@@ -100,5 +100,5 @@ class MoeNvlinkScaling(ElasticEPScalingExecutor):
         worker = self.worker
         manager = manager_of_ep_group(_FLAG)
         worker.moves.go_on(worker.model_runner.eplb_state, manager.ranks)
-        if worker.moves.stats not in manager.sections:
+        if worker.moves.stats not in manager.sections:  # a rank that joins has begun here
             manager.sections.append(worker.moves.stats)

@@ -37,6 +37,9 @@ else:
 class TellsOurExchange(_Base):
     """Mixin for one of vLLM's workers, which does everything else."""
 
+    #: What follows the load balancer (`balancing.moves.Moves`), if there is one.
+    moves: Any = None
+
     @overrides
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         asked = kwargs.get("vllm_config", args[0] if args else None)

@@ -71,6 +71,7 @@ LONG = {
     "triton experts, three ranks": Run((_TRITON_EXPERTS,), TRITON, marked="long"),
     "adapter": Run(("tests/integration/vllm",), minutes=20, may_skip="Triton does not run here"),
     "servers": Run((_E2E,), minutes=15),
+    "ranks join and leave": Run((f"{_SERVERS}/test_elastic_e2e.py",), minutes=15, marked="long"),
     "v2 servers": Run((_E2E,), V2, minutes=15),
     "v2 models": Run((_ONE_RANK,), V2, minutes=25, marked="long"),
     "v2 latent attention": Run((_LATENT,), V2, marked="long"),
