@@ -47,7 +47,7 @@ class _TorchGroup:
     def _wait_for_all_ranks(self) -> None:
         # If a rank is missing, gloo's own collectives time out without naming it; this barrier
         # names it. Methods of the group, because torch's functions do not know groups that a
-        # framework has made beside torch's world (vLLM's elastic expert parallelism).
+        # framework has made beside torch's world.
         if self._group.name() != "gloo" or self.size == 1:
             return
         try:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -22,7 +24,7 @@ pytest.importorskip(
     "vllm.distributed.elastic_ep.external_elastic_ep", reason="vLLM before 0.33 scales by Ray only"
 )
 
-from moe_nvlink_plugin.integration.demo.server import free_port
+from moe_nvlink_plugin.integration.demo.server import ServerError, free_port
 from tests.integration.servers.servers import EpServer, Requests, our_files
 from tests.integration.servers.test_vllm_e2e import EAGER, QWEN3, ask_one_rank
 
@@ -39,8 +41,9 @@ BALANCING = {
     "use_async": False,
     "communicator": "torch_gloo",
 }
-#: Several seconds of them, so that they are on their way when ranks join.
-LONG_TOKENS = 300
+#: Several seconds of them, so that requests are on their way when ranks join; each stream of
+#: requests has a length of its own, so that they do not all end together.
+LONG_TOKENS = (150, 250, 350)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +61,8 @@ class Elastic:
 
     def __init__(self, requests: Requests, folder: Path, stack: contextlib.ExitStack) -> None:
         self.ranks: list[EpServer] = []
+        #: When all old ranks had last said that ranks have joined or left.
+        self.changed = 0.0
         self._requests, self._folder, self._stack = requests, folder, stack
         self._meeting = f"--data-parallel-rpc-port={free_port()}"
         self._stats = folder / "stats"
@@ -87,9 +92,8 @@ class Elastic:
         self.ranks.append(server)
         return server
 
-    @contextlib.contextmanager
-    def scaling(self, size: int) -> Iterator[None]:
-        """Lets ranks join or leave while the block runs; returns when they have."""
+    def scale(self, size: int) -> None:
+        """Lets ranks join or leave; returns when they have."""
         old = list(self.ranks)
         joining = [
             self._start(rank, size, VLLM_ELASTIC_EP_SCALE_UP_LAUNCH="1")
@@ -97,8 +101,8 @@ class Elastic:
         ]
         with ThreadPoolExecutor(len(old)) as pool:
             told = [pool.submit(_scale, server, size) for server in old]
-            yield
             self._wait(told)
+        self.changed = time.monotonic()
         for server in joining:
             server.server.wait_until_ready()
         for server in self.ranks[size:]:
@@ -127,10 +131,45 @@ def _scale(server: EpServer, size: int) -> int:
         return status
 
 
-def long_answers(server: EpServer) -> list[list[int]]:
-    prompts = server.requests.prompts[:3]
-    answers = server.server.complete(prompts, max_tokens=LONG_TOKENS, timeout_s=300)
-    return [answer.token_ids for answer in answers]
+class Answer(NamedTuple):
+    """One of a stream of equal requests: when it was asked for and came; no tokens: refused."""
+
+    asked: float
+    came: float
+    tokens: list[int]
+
+
+class Stream(threading.Thread):
+    """Asks a server for the same long answer again and again, until it is told to end."""
+
+    def __init__(self, server: EpServer, number: int) -> None:
+        super().__init__(daemon=True)
+        self.answers: list[Answer] = []
+        self._server, self._number, self._ended = server.server, number, False
+        self._prompt = server.requests.prompts[number]
+
+    def ask(self) -> Answer:
+        asked = time.monotonic()
+        length = LONG_TOKENS[self._number]
+        (answer,) = self._server.complete([self._prompt], max_tokens=length, timeout_s=300)
+        return Answer(asked, time.monotonic(), answer.token_ids)
+
+    def run(self) -> None:
+        while not self._ended:
+            asked = time.monotonic()
+            try:
+                self.answers.append(self.ask())
+            except ServerError as error:
+                if "HTTP 503" not in str(error):  # which vLLM says while ranks change
+                    raise
+                self.answers.append(Answer(asked, time.monotonic(), []))
+                time.sleep(0.2)
+
+    def end(self) -> None:
+        """Waits for the last answer."""
+        self._ended = True
+        self.join(timeout=300)
+        assert not self.is_alive()
 
 
 def mapped_of(server: EpServer, pid: int) -> list[str]:
@@ -140,18 +179,27 @@ def mapped_of(server: EpServer, pid: int) -> list[str]:
     return [line for line in lines if "moe_nvlink" in line and f"-{pid}-" in line]
 
 
-def test_ranks_join_and_leave(requests: Requests, folder: Path) -> None:
-    """Tokens of every size are those of one rank, also of requests that were on their way."""
+def test_tokens_of_every_size_are_those_of_one_rank(requests: Requests, folder: Path) -> None:
+    """Also those of requests that were on their way when ranks joined."""
     with contextlib.ExitStack() as stack:
         group = Elastic(requests, folder, stack)
         assert group.differing(range(6)) == [[], []]
-        expected = long_answers(group.ranks[0])
-
-        with ThreadPoolExecutor(FIRST_SIZE) as pool:
-            on_their_way = [pool.submit(long_answers, server) for server in group.ranks]
-            with group.scaling(3):
-                pass
-            assert [answers.result() for answers in on_their_way] == [expected] * FIRST_SIZE
+        streams = [Stream(server, n) for server in group.ranks for n in range(len(LONG_TOKENS))]
+        expected = [stream.ask().tokens for stream in streams[: len(LONG_TOKENS)]] * FIRST_SIZE
+        for stream in streams:
+            stream.start()
+        group.scale(3)
+        for stream in streams:
+            stream.end()
+        for stream, tokens in zip(streams, expected, strict=True):
+            assert all(answer.tokens in (tokens, []) for answer in stream.answers)
+        across = [
+            answer
+            for stream in streams
+            for answer in stream.answers
+            if answer.tokens and answer.asked < group.changed < answer.came
+        ]
+        assert across, "a request was on its way before the change and after it"
         assert group.differing(range(6, 14)) == [[], [], []]
         of_three = group.ranks[0].stats(3)
         assert [counted["ep_size"] for counted in of_three] == [3, 3, 3]
@@ -159,8 +207,7 @@ def test_ranks_join_and_leave(requests: Requests, folder: Path) -> None:
         pids = [counted["pid"] for counted in of_three]
         assert mapped_of(group.ranks[0], pids[2])
 
-        with group.scaling(2):
-            pass
+        group.scale(2)
         assert group.differing(range(14, 22)) == [[], []]
         of_two = group.ranks[0].stats(2)
         assert [(counted["ep_size"], counted["pid"]) for counted in of_two] == [
@@ -172,8 +219,7 @@ def test_ranks_join_and_leave(requests: Requests, folder: Path) -> None:
         moves = [counted["eplb"]["rearrangements"] for counted in of_two]
         assert moves[0] == moves[1] > of_three[0]["eplb"]["rearrangements"] > 0
 
-        with group.scaling(4):
-            pass
+        group.scale(4)
         assert group.differing(range(22, 30)) == [[], [], [], []]
         of_four = group.ranks[0].stats(4)
         assert [counted["ep_size"] for counted in of_four] == [4] * 4

@@ -71,7 +71,6 @@ LONG = {
     "triton experts, three ranks": Run((_TRITON_EXPERTS,), TRITON, marked="long"),
     "adapter": Run(("tests/integration/vllm",), minutes=20, may_skip="Triton does not run here"),
     "servers": Run((_E2E,), minutes=15),
-    "ranks join and leave": Run((f"{_SERVERS}/test_elastic_e2e.py",), minutes=15, marked="long"),
     "v2 servers": Run((_E2E,), V2, minutes=15),
     "v2 models": Run((_ONE_RANK,), V2, minutes=25, marked="long"),
     "v2 latent attention": Run((_LATENT,), V2, marked="long"),
@@ -80,6 +79,9 @@ LONG = {
     "v2 scheduler": Run(_NO_EVICTION, V2, 20, "long or not long"),
     "v2 of 0.32": Run((_ONE_RANK,), {**V2, **OLDER}, minutes=15),
 }
+
+#: A test of its own, of which evidence.json then tells.
+ELASTIC = Run((f"{_SERVERS}/test_elastic_e2e.py",), minutes=15, marked="long")
 
 
 def _python() -> str:
@@ -124,6 +126,12 @@ def test_what_every_run_shows(name: str) -> None:
 @pytest.mark.parametrize("name", LONG)
 def test_the_rest(name: str) -> None:
     _check(LONG[name])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1000)
+def test_ranks_join_and_leave() -> None:
+    _check(ELASTIC)
 
 
 @pytest.mark.parametrize("older", [False, True])
