@@ -72,7 +72,7 @@ def attach(communicator: Any, device: torch.device, store_group: Any = None) -> 
         balances=balances,
         adapts=adapts,
         tolerates=tolerates,
-        scales=vllm_config.parallel_config.enable_elastic_ep,
+        scales=getattr(vllm_config.parallel_config, "enable_elastic_ep", False),
     )
     from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
     from moe_nvlink_plugin.integration.vllm.moe import layers
@@ -93,7 +93,7 @@ def attach(communicator: Any, device: torch.device, store_group: Any = None) -> 
         logger.info("MOE_NVLINK_MTP_LM_HEAD_TP is set, and there is no MTP draft to use it for")
     manager = MoeNvlinkAll2AllManager(
         communicator.cpu_group,
-        store_group,
+        tcp_store_group=store_group,
         device=device,
         options=options,
         holds_startup=worker.is_in_place(vllm_config),
