@@ -9,7 +9,9 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -27,6 +29,7 @@ from vllm.distributed.utils import init_gloo_process_group
 from moe_nvlink_plugin.errors import PeerError, UnsupportedError
 from moe_nvlink_plugin.groups import as_group
 from moe_nvlink_plugin.integration.common.agreement import Ranks
+from moe_nvlink_plugin.integration.common.stats import write_whole
 from moe_nvlink_plugin.integration.vllm import metrics
 from moe_nvlink_plugin.integration.vllm.balancing import moves
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
@@ -291,6 +294,24 @@ def test_moves_are_followed_with_more_ranks() -> None:
     placed[0, 2], state.expert_rearrangement_step = 0, 0
     state.step()
     assert watch.stats()["eplb"] == {"rearrangements": 1, "moved": 1}
+
+
+def test_two_pools_of_a_worker_write_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has written its draft before one of them takes the place of the file."""
+    replace, both = Path.replace, threading.Barrier(2, timeout=20)
+
+    def replace_together(draft: Path, target: Path) -> Path:
+        both.wait()
+        return replace(draft, target)
+
+    monkeypatch.setattr(Path, "replace", replace_together)
+    path = tmp_path / "rank0.json"
+    with ThreadPoolExecutor(2) as pool:
+        for written in [pool.submit(write_whole, path, {"pool": n}) for n in range(2)]:
+            written.result()
+    assert [one.name for one in tmp_path.iterdir()] == ["rank0.json"]
 
 
 def test_counters_stay_when_the_retired_pool_ends(
