@@ -45,7 +45,6 @@ class GlooMoves(EplbCommunicator):
         group: a gloo group of the expert-parallel ranks.
     """
 
-    @overrides
     def __init__(self, group: Any) -> None:
         self._group = group
         self._asked: list[tuple[Callable[..., Any], torch.Tensor, int]] = []

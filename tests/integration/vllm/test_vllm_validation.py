@@ -86,16 +86,10 @@ def _model(**values: Any) -> SimpleNamespace:
 
 
 def _config(
-    parallel: Any = None,
-    model: Any = None,
-    lora: Any = None,
-    drafts: Any = None,
-    compiled: bool = False,
-    **options: Any,
+    parallel: Any = None, model: Any = None, lora: Any = None, drafts: Any = None, **options: Any
 ) -> SimpleNamespace:
-    mode = CompilationMode.VLLM_COMPILE if compiled else CompilationMode.NONE
     return SimpleNamespace(
-        compilation_config=SimpleNamespace(mode=mode, splitting_ops=None),
+        compilation_config=SimpleNamespace(mode=CompilationMode.NONE, splitting_ops=None),
         parallel_config=parallel or _parallel(),
         model_config=model or _model(),
         lora_config=lora,
@@ -104,6 +98,11 @@ def _config(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
         additional_config={backend.KEY: backend.BACKEND, **({KEY: options} if options else {})},
     )
+
+
+def _compiled(config: SimpleNamespace) -> SimpleNamespace:
+    config.compilation_config.mode = CompilationMode.VLLM_COMPILE
+    return config
 
 
 def test_the_good_configuration_passes(checkpoint: Path) -> None:
@@ -265,7 +264,7 @@ def test_rules_that_vllm_or_this_machine_would_hide(config: Any, device: str, wo
         (_config(_elastic(), lora=LoRAConfig(target_modules=["o"])), "cuda", "with --enable-lora"),
         (_config(_elastic(enable_fault_tolerance=True)), "cpu", "with --enable-fault-tolerance"),
         (_config(_elastic(), fallback=backend.CARRIER), "cuda", "with the option `fallback`"),
-        (_config(_elastic(), compiled=True), "cpu", "with a compiled model on CPU ranks"),
+        (_compiled(_config(_elastic())), "cpu", "with a compiled model on CPU ranks"),
     ],
 )
 def test_what_is_refused_where_ranks_may_join(
