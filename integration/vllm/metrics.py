@@ -188,7 +188,7 @@ def publication(vllm_config: Any) -> Publication | None:
     folder = metrics_folder(vllm_config)
     if folder is None:
         return None
-    if folder not in _files or not _files[folder].users:
+    if folder not in _files or _files[folder].users <= 0:
         _files[folder] = RankFile(folder)
     else:
         _files[folder].users += 1
