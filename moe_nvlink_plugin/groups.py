@@ -35,7 +35,7 @@ class _TorchGroup:
     def __init__(self, group: torch.distributed.ProcessGroup, timeout_s: float) -> None:
         self.rank = group.rank()
         self.size = group.size()
-        self._group = group
+        self._group: Any = group
         self._timeout = datetime.timedelta(seconds=timeout_s)
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -46,11 +46,12 @@ class _TorchGroup:
 
     def _wait_for_all_ranks(self) -> None:
         # If a rank is missing, gloo's own collectives time out without naming it; this barrier
-        # names it.
-        if torch.distributed.get_backend(self._group) != "gloo" or self.size == 1:
+        # names it. Methods of the group, because torch's functions do not know groups that a
+        # framework has made beside torch's world.
+        if self._group.name() != "gloo" or self.size == 1:
             return
         try:
-            torch.distributed.monitored_barrier(self._group, self._timeout, wait_all_ranks=True)
+            self._group.monitored_barrier(self._timeout, True)
         except RuntimeError as error:
             raise PeerError(f"not all ranks of the group arrived: {error}") from error
 

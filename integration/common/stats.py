@@ -34,8 +34,12 @@ class Publication(Protocol):
 
 
 def write_whole(path: Path, content: Snapshot) -> None:
-    """Write a JSON file so that a reader sees the whole of one state. Local; raises OSError."""
-    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    """Write a JSON file so that a reader sees the whole of one state. Local; raises OSError.
+
+    Two threads of a process may write the same file: when ranks join or leave, a worker has two
+    pools for a while.
+    """
+    scratch = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
     scratch.write_text(json.dumps(content) + "\n", encoding="utf-8")
     scratch.replace(path)
 

@@ -8,8 +8,8 @@
 
 The rooms, from the one that knows no other to the one that imports all (a test reads these arrows
 off the source): the modules beside this one <- ``moe`` <- ``balancing``, ``lora`` <- ``plugin``.
-``faults`` comes after ``balancing``; ``draft`` and ``scheduler`` need only the modules beside this
-one.
+``faults`` comes after ``balancing``, ``elastic`` after ``moe``; ``draft`` and ``scheduler`` need
+only the modules beside this one.
 
 * ``backend`` and ``choices`` say what a configuration asks of us. ``all2all_manager`` holds the
   exchanges and shared heads of a worker. ``metrics`` shows its counters. ``compat`` knows
@@ -26,6 +26,8 @@ one.
   (``punica``, ``cpu_experts``).
 * ``faults`` (``--enable-fault-tolerance``): ``retry`` after a fault or a death, in an engine
   (``engine``) and in its workers (``worker``).
+* ``elastic`` (``--enable-elastic-ep``): exchanges for groups that ranks join and leave
+  (``scaling``), and what vLLM lacks for that on CPU ranks (``cpu_scaling``).
 * ``draft``: the LM head of an MTP draft, if ranks share it. ``drafts`` says what a configuration
   asks; ``logits_processor`` and ``mtp`` extend vLLM's classes.
 * ``plugin``: what the flag starts, in this order: ``flag`` (command line or Python ->

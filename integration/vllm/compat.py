@@ -90,6 +90,25 @@ BY_HAND: dict[str, tuple[Touched, ...]] = {
         for draft in DRAFTS.values()
         for one in use(draft.module, f"{draft.name}.compute_logits(hidden_states, spec_step_idx)")
     ),
+    "elastic.cpu_scaling": patch(
+        _BALANCER,
+        "create_eplb_communicator",
+        "weights of CPU ranks move by gloo in groups beside torch's world; with the flag and "
+        "--enable-elastic-ep only",
+    ),
+    "elastic.scaling": (
+        *patch(
+            "vllm.distributed.stateless_coordinator",
+            "CudaCommunicator",
+            "our communicator in groups beside torch's world, also on GPUs; with the flag and "
+            "--enable-elastic-ep only",
+        ),
+        *use(
+            "vllm.distributed.elastic_ep.elastic_execute",
+            "ElasticEPScalingExecutor._make_eep_moe_config(module, dp_group, ep_group)",
+        ),
+        *use("vllm.v1.worker.gpu_worker", "Worker.elastic_ep_execute(execute_method)"),
+    ),
     "faults": patch(
         "vllm.v1.engine.core",
         "EngineCoreSentinel",
@@ -198,6 +217,7 @@ RULES = Rules(
     features={
         "balancing": "balancing",
         "draft": "drafts",
+        "elastic": "elastic",
         "faults": "faults",
         "lora": "adapters",
         "scheduler": "scheduling",
@@ -250,9 +270,10 @@ FIELDS = (
                 "get_num_experts_per_tok head_dtype hf_config model sleep_mode_backend"
             ),
             "vllm.config:ParallelConfig": (
-                "all2all_backend data_parallel_backend data_parallel_index data_parallel_size "
-                "disable_nccl_for_dp_synchronization enable_dbo enable_elastic_ep enable_eplb "
-                "enable_expert_parallel enable_fault_tolerance eplb_config "
+                "all2all_backend data_parallel_backend data_parallel_external_lb "
+                "data_parallel_index data_parallel_size disable_nccl_for_dp_synchronization "
+                "enable_dbo enable_elastic_ep enable_eplb enable_expert_parallel "
+                "enable_fault_tolerance eplb_config "
                 "pipeline_parallel_size prefill_context_parallel_size tensor_parallel_size "
                 "ubatch_size use_ray worker_cls"
             ),
@@ -319,7 +340,7 @@ FIELDS = (
             ),
             f"{_MOE}.routed_experts:RoutedExperts": "expert_map layer_name moe_config quant_method",
             f"{_MOE}.runner.moe_runner:MoERunner": (
-                "_forward_entry _shared_experts layer_name moe_config routed_experts "
+                "_forward_entry _quant_method _shared_experts layer_name moe_config routed_experts "
                 "routed_input_transform routed_output_transform routed_scaling_factor "
                 "shared_experts"
             ),
@@ -364,7 +385,10 @@ FIELDS = (
             "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
                 "_moe_model device eplb_state model model_config parallel_config"
             ),
-            "vllm.v1.worker.gpu_worker:Worker": "model_runner worker_sentinel",
+            "vllm.distributed.elastic_ep.elastic_execute:ElasticEPScalingExecutor": (
+                "_staged_moe_quant_methods worker"
+            ),
+            "vllm.v1.worker.gpu_worker:Worker": "elastic_ep_executor model_runner worker_sentinel",
             "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin": "lora_config",
         }
     ),
@@ -418,6 +442,7 @@ def check_names(
     balances: bool = False,
     adapts: bool = False,
     tolerates: bool = False,
+    scales: bool = False,
 ) -> None:
     """Check that this vLLM has the names that a worker needs. Local; called at start-up.
 
@@ -430,6 +455,7 @@ def check_names(
         balances: whether vLLM's load balancer moves experts.
         adapts: whether --enable-lora is given.
         tolerates: whether --enable-fault-tolerance is given.
+        scales: whether --enable-elastic-ep is given.
 
     Raises:
         UnsupportedError: names are missing; the message lists them, each with what needs it.
@@ -439,6 +465,7 @@ def check_names(
         "balancing": balances,
         "adapters": adapts,
         "faults": tolerates,
+        "elastic": scales,
     }
     wanted_for = {"", *(name for name, is_on in features.items() if is_on)}
     _require(
@@ -451,6 +478,11 @@ def check_names(
 def check_scheduler_names() -> None:
     """Check that this vLLM has the names that our schedulers touch. Local; raises as above."""
     _require(touched(features={"scheduling"}))
+
+
+def check_elastic_names(device_type: str) -> None:
+    """Check that this vLLM has the names for ranks that come and go. Local; raises as above."""
+    _require(touched(device_type, {"elastic"}))
 
 
 def _require(needed: Iterable[Touched]) -> None:

@@ -73,9 +73,15 @@ def samples(snapshot: Snapshot) -> Iterator[Sample]:
 
 
 class RankFile:
-    """Keeps a rank's counters in a file, for as long as its worker lives."""
+    """Keeps a rank's counters in a file, for as long as its worker lives.
+
+    Attributes:
+        users: who will close it; the last one's `close` counts. When ranks join or leave, a worker
+            has two pools for a while.
+    """
 
     def __init__(self, folder: Path) -> None:
+        self.users = 1
         self._folder = folder
         self._path: Path | None = None
 
@@ -88,7 +94,8 @@ class RankFile:
 
     def close(self) -> None:
         """See Publication. The last worker of a server also removes the folder."""
-        if self._path is None:
+        self.users -= 1
+        if self._path is None or self.users > 0:
             return
         path, self._path = self._path, None
         with contextlib.suppress(OSError):  # the folder has another worker's file
@@ -154,6 +161,8 @@ class ProcessCounters:
 
 
 _collector: RanksCollector | None = None
+#: The files of this worker, by folder.
+_files: dict[Path, RankFile] = {}
 
 
 def serve(vllm_config: Any) -> None:
@@ -177,7 +186,13 @@ def publication(vllm_config: Any) -> Publication | None:
     if env.counts_for_prometheus():
         return ProcessCounters()
     folder = metrics_folder(vllm_config)
-    return None if folder is None else RankFile(folder)
+    if folder is None:
+        return None
+    if folder not in _files or _files[folder].users <= 0:
+        _files[folder] = RankFile(folder)
+    else:
+        _files[folder].users += 1
+    return _files[folder]
 
 
 def metrics_folder(vllm_config: Any) -> Path | None:

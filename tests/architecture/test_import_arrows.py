@@ -39,13 +39,14 @@ ARROWS: dict[str, set[str]] = {
     f"{VLLM}.balancing": {"doorway", "public", COMMON, VLLM, f"{VLLM}.moe"},
     f"{VLLM}.lora": {"doorway", "public", VLLM, f"{VLLM}.moe"},
     f"{VLLM}.draft": {"doorway", "public", COMMON, VLLM},
+    f"{VLLM}.elastic": {"doorway", "public", VLLM, f"{VLLM}.moe"},
     f"{VLLM}.faults": {"doorway", "public", COMMON, VLLM, f"{VLLM}.balancing"},
     f"{VLLM}.scheduler": {"doorway", "public", COMMON, VLLM},
     f"{VLLM}.plugin": {
         *("doorway", "public", COMMON, VLLM),
         *(
             f"{VLLM}.{room}"
-            for room in ("moe", "balancing", "lora", "draft", "faults", "scheduler")
+            for room in ("moe", "balancing", "lora", "draft", "elastic", "faults", "scheduler")
         ),
     },
 }

@@ -143,8 +143,10 @@ def allowed() -> Iterator[None]:
         parallel.current_platform = before
 
 
-def begin(vllm_worker: Any, manager: Any) -> None:
+def begin(vllm_worker: Any, manager: Any) -> Any:
     """Follow the balancer of a worker that has loaded its model; create it on CPU. Local.
+
+    Returns its `Moves`.
 
     Args:
         vllm_worker: our worker.
@@ -170,3 +172,4 @@ def begin(vllm_worker: Any, manager: Any) -> None:
     moves = Moves(manager.ranks)
     moves.follow(state)
     manager.sections.append(moves.stats)
+    return moves

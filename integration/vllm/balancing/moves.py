@@ -66,6 +66,20 @@ class Moves:
 
         state.step = step_and_look
 
+    def go_on(self, state: Any, ranks: Ranks) -> None:
+        """Follow the same EplbState after ranks have come or gone, which has moved experts. Local.
+
+        That move is not in the counters.
+
+        Args:
+            state: vLLM's EplbState.
+            ranks: the expert-parallel ranks from now on.
+        """
+        self._ranks, self._is_moving, self._placed = ranks, False, _placement(state)
+        for one in state.model_states.values():
+            for layer in _layers(one):
+                layer.have_moved = True
+
     def stats(self) -> dict[str, dict[str, int]]:
         """Return the section of the counters' file; {} without a balancer. Local."""
         return {} if self.counts is None else {"eplb": self.counts._asdict()}
@@ -84,7 +98,7 @@ class Moves:
         self.counts = MoveCounts(self.counts.rearrangements + 1, self.counts.moved + moved)
         logger.debug("the load balancer has moved %d physical experts", moved)
         for one in state.model_states.values():
-            layers = [m for m in one.model.modules() if isinstance(m, MoeNvlinkRoutedExperts)]
+            layers = _layers(one)
             for layer in layers:
                 layer.have_moved |= moved > 0
             agree_again(layers, self._ranks)
@@ -108,6 +122,10 @@ def agree_again(layers: Iterable[Any], ranks: Ranks) -> None:
         with ranks.telling_all(layer.layer_name):
             scale = method.static_scale()
         ranks.agree(Proposal(layer.layer_name, static_scale=scale))
+
+
+def _layers(model_state: Any) -> list[MoeNvlinkRoutedExperts]:
+    return [m for m in model_state.model.modules() if isinstance(m, MoeNvlinkRoutedExperts)]
 
 
 def _placement(state: Any) -> dict[str, torch.Tensor]:

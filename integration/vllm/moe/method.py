@@ -21,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import FusedM
 from vllm.platforms import current_platform
 
 from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Proposal
@@ -55,6 +56,7 @@ class MoeNvlinkFusedMoEMethod(FusedMoEModularMethod):
     Args:
         replaced: quant method that has processed the layer's weights.
         prepare_finalize: our prepare/finalize for the layer.
+        experts: the layer's experts; None: those of `replaced`.
 
     Raises:
         UnsupportedError: our exchange cannot serve the experts.
@@ -62,8 +64,13 @@ class MoeNvlinkFusedMoEMethod(FusedMoEModularMethod):
 
     moe_kernel: Any
 
-    def __init__(self, replaced: Any, prepare_finalize: MoeNvlinkPrepareAndFinalize) -> None:
-        experts = replaced.moe_kernel.fused_experts
+    def __init__(
+        self,
+        replaced: Any,
+        prepare_finalize: MoeNvlinkPrepareAndFinalize,
+        experts: Any = None,
+    ) -> None:
+        experts = experts or replaced.moe_kernel.fused_experts
         super().__init__(replaced, mk.FusedMoEKernel(prepare_finalize, experts))
 
     def __getattr__(self, name: str) -> Any:
@@ -153,8 +160,60 @@ def install(quant_method: Any, layer: Any, features: Sequence[Feature] = ()) -> 
         _process(quant_method, layer)
         _check_modular(quant_method, layer)
         _check_summed_once(layer)
-        taken = _experts_input(quant_method.moe_kernel.fused_experts, layer, features)
-    moe = layer.moe_config
+        experts = quant_method.moe_kernel.fused_experts
+        taken = _experts_input(experts, layer, features)
+    exchange, chosen = _exchange(pool, layer.layer_name, layer.moe_config, experts, taken, features)
+    with pool.ranks.telling_all(layer.layer_name):
+        prepare_finalize = _prepare_finalize(pool, exchange, layer.expert_map, chosen)
+        layer._replace_quant_method(MoeNvlinkFusedMoEMethod(quant_method, prepare_finalize))
+    pool.ranks.agree(Proposal(layer.layer_name))
+    logger.debug("moe_nvlink serves %s: %s, %s", layer.layer_name, exchange.config, chosen)
+
+
+def install_for(
+    pool: ExchangePool, layer: Any, moe: Any, replaced: Any, experts: Any
+) -> MoeNvlinkFusedMoEMethod:
+    """Return our method for a layer in a group that is to come. Collective over that group.
+
+    The ranks of the group that load the model meanwhile call `install` (elastic expert
+    parallelism): both make the same collective calls, in the order of the layers. The layer stays
+    as it is.
+
+    Args:
+        pool: this worker's pool in that group.
+        layer: vLLM's RoutedExperts, which serves in the present group.
+        moe: vLLM's FusedMoEConfig of the layer in that group.
+        replaced: quant method that has processed the layer's weights.
+        experts: the layer's experts in that group.
+
+    Raises:
+        UnsupportedError: our exchange cannot serve the experts.
+        PeerError: another rank raised.
+    """
+    with pool.ranks.telling_all(layer.layer_name):
+        taken = _experts_input(experts, layer, ())
+    exchange, chosen = _exchange(pool, layer.layer_name, moe, experts, taken)
+    with pool.ranks.telling_all(layer.layer_name):
+        config = exchange.config
+        first, end = local_expert_range(config.num_experts, config.ep_size, config.ep_rank)
+        # As vLLM places experts when ranks come or go.
+        expert_map = torch.full((config.num_experts,), -1, dtype=torch.int32, device=pool.device)
+        expert_map[first:end] = torch.arange(end - first, dtype=torch.int32)
+        prepare_finalize = _prepare_finalize(pool, exchange, expert_map, chosen)
+        method = MoeNvlinkFusedMoEMethod(replaced, prepare_finalize, experts)
+    pool.ranks.agree(Proposal(layer.layer_name))
+    return method
+
+
+def _exchange(
+    pool: ExchangePool,
+    layer_name: str,
+    moe: Any,
+    experts: Any,
+    taken: VllmExpertsInput,
+    features: Sequence[Feature] = (),
+) -> tuple[MoeAllToAll, DispatchFormat]:
+    """Return the exchange of a layer, and how its rows travel. Collective; raises as `install`."""
     geometry = Geometry(
         num_experts=moe.num_experts,
         top_k=moe.experts_per_token,
@@ -163,21 +222,16 @@ def install(quant_method: Any, layer: Any, features: Sequence[Feature] = ()) -> 
         max_tokens_per_rank=-(-moe.max_num_tokens // moe.sp_size),
         dtype=moe.in_dtype,
     )
-    chosen = pool.agree_on_format(layer.layer_name, taken, geometry)
+    chosen = pool.agree_on_format(layer_name, taken, geometry)
     if pool.device.type == "cuda" and chosen.recipe is None and pool.options.dispatch == AUTO:
-        say_if_fp8_could_travel(quant_method.moe_kernel.fused_experts)
+        say_if_fp8_could_travel(experts)
     if chosen.recipe is not None:
         geometry = geometry._replace(recipe=chosen.recipe.name, scales_layout=chosen.scales_layout)
     if pool.device.type == "cuda":  # the experts then read ids and weights where they arrive
         geometry = geometry._replace(received_ids="elsewhere")
     if payload_bytes := tuple(size for one in features for size in one.payload_bytes):
         geometry = geometry._replace(extra_payload_bytes=payload_bytes)
-    exchange = pool.exchange(geometry)
-    with pool.ranks.telling_all(layer.layer_name):
-        prepare_finalize = _prepare_finalize(pool, exchange, layer.expert_map, chosen)
-        layer._replace_quant_method(MoeNvlinkFusedMoEMethod(quant_method, prepare_finalize))
-    pool.ranks.agree(Proposal(layer.layer_name))
-    logger.debug("moe_nvlink serves %s: %s, %s", layer.layer_name, geometry, chosen)
+    return pool.exchange(geometry), chosen
 
 
 def share_scales(layer: Any, cpu_group: Callable[[], Any]) -> None:

@@ -32,7 +32,7 @@ _PEER = "PeerError: "
 logger = logging.getLogger(__name__)
 
 
-def attach(communicator: Any, device: torch.device) -> None:
+def attach(communicator: Any, device: torch.device, store_group: Any = None) -> None:
     """Replace the all-to-all manager of an EP communicator by ours, if the flag asks for it.
 
     Collective over the communicator's group if the flag asks for it. If no transport connects the
@@ -42,6 +42,7 @@ def attach(communicator: Any, device: torch.device) -> None:
     Args:
         communicator: the communicator.
         device: where this rank's layers work.
+        store_group: the same ranks over a store, if torch's world does not know the group.
 
     Raises:
         UnsupportedError: this vLLM lacks a name that we need, no transport connects the ranks, or
@@ -66,7 +67,12 @@ def attach(communicator: Any, device: torch.device) -> None:
     adapts = vllm_config.lora_config is not None
     tolerates = getattr(vllm_config.parallel_config, "enable_fault_tolerance", False)
     compat.check_names(
-        device.type, drafts=shares_head, balances=balances, adapts=adapts, tolerates=tolerates
+        device.type,
+        drafts=shares_head,
+        balances=balances,
+        adapts=adapts,
+        tolerates=tolerates,
+        scales=getattr(vllm_config.parallel_config, "enable_elastic_ep", False),
     )
     from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
     from moe_nvlink_plugin.integration.vllm.moe import layers
@@ -87,6 +93,7 @@ def attach(communicator: Any, device: torch.device) -> None:
         logger.info("MOE_NVLINK_MTP_LM_HEAD_TP is set, and there is no MTP draft to use it for")
     manager = MoeNvlinkAll2AllManager(
         communicator.cpu_group,
+        tcp_store_group=store_group,
         device=device,
         options=options,
         holds_startup=worker.is_in_place(vllm_config),

@@ -22,4 +22,5 @@ class MoeNvlinkCudaCommunicator(CudaCommunicator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # The worker has chosen its GPU before it builds any group.
-        attach(self, torch.device("cuda", torch.cuda.current_device()))
+        device = torch.device("cuda", torch.cuda.current_device())
+        attach(self, device, kwargs.get("tcp_store_group"))

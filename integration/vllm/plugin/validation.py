@@ -7,6 +7,7 @@ change.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from moe_nvlink_plugin.integration.common.options import MTP_LM_HEAD, Options
 from moe_nvlink_plugin.integration.vllm import compat
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, schedules
 from moe_nvlink_plugin.integration.vllm.balancing import eplb
-from moe_nvlink_plugin.integration.vllm.choices import WORDING, options_of
+from moe_nvlink_plugin.integration.vllm.choices import WORDING, names, options_of
 from moe_nvlink_plugin.integration.vllm.draft import drafts
 from moe_nvlink_plugin.integration.vllm.lora import adapters
 
@@ -38,6 +39,8 @@ SLICES_BY_ROWS = frozenset(
 )
 #: vLLM's mechanism of sleep that frees what its own allocator has made, and nothing else.
 SLEEPS = "cumem"
+#: Module of vLLM that scales without Ray.
+EXTERNAL_SCALING = "vllm.distributed.elastic_ep.external_elastic_ep"
 _NOT_COMPILED = 0  # vLLM's CompilationMode.NONE
 
 logger = logging.getLogger(__name__)
@@ -60,6 +63,7 @@ def check(vllm_config: Any, device_type: str) -> Options:
         *_pipeline(vllm_config, device_type),
         *_ray(vllm_config.parallel_config),
         *_faults(vllm_config, device_type),
+        *_elastic(vllm_config, device_type),
     ]
     ours = worker.extends(str(vllm_config.parallel_config.worker_cls))
     problems += adapters.problems(vllm_config, worker_is_ours=ours)
@@ -112,8 +116,6 @@ def _parallel(parallel: Any) -> Iterator[str]:
             '"Microbatching currently only supports"). Remove these flags, or choose one of that '
             "list by --all2all-backend."
         )
-    if parallel.enable_elastic_ep:
-        yield "elastic expert parallelism: remove --enable-elastic-ep."
     if parallel.prefill_context_parallel_size > 1:
         yield (
             f"--prefill-context-parallel-size {parallel.prefill_context_parallel_size}: only "
@@ -181,6 +183,33 @@ def _faults(vllm_config: Any, device_type: str) -> Iterator[str]:
         )
 
 
+def _elastic(vllm_config: Any, device_type: str) -> Iterator[str]:
+    parallel = vllm_config.parallel_config
+    if not parallel.enable_elastic_ep:
+        return
+    flag = "elastic expert parallelism (--enable-elastic-ep)"
+    if importlib.util.find_spec(EXTERNAL_SCALING) is None:
+        yield f"{flag}: before 0.33 vLLM scales by Ray only, which nobody has run. Remove it."
+    elif not parallel.data_parallel_external_lb:
+        yield f"{flag} needs one server a rank here: start each with --data-parallel-rank."
+    if not worker.extends(str(parallel.worker_cls)):
+        yield (
+            f"{flag} with --worker-cls {parallel.worker_cls}: only our workers have it. Remove one."
+        )
+    is_compiled = vllm_config.compilation_config.mode != _NOT_COMPILED
+    for is_on, other in (
+        (parallel.tensor_parallel_size > 1, "--tensor-parallel-size above 1"),
+        (vllm_config.speculative_config is not None, "--speculative-config"),
+        (vllm_config.lora_config is not None, "--enable-lora"),
+        (parallel.enable_fault_tolerance, "--enable-fault-tolerance"),
+        (names(vllm_config, "fallback"), "the option `fallback`"),
+        (schedules(vllm_config), "our --scheduler-cls"),
+        (device_type == "cpu" and is_compiled, "a compiled model on CPU ranks"),
+    ):
+        if is_on:
+            yield f"{flag} with {other}: nobody has run both with our exchange. Remove one."
+
+
 def _ray(parallel: Any) -> Iterator[str]:
     """Refuse Ray where vLLM's platform names no resource for it, as vLLM's CPU platform."""
     asked = [
@@ -233,6 +262,8 @@ def _sleep(model: Any) -> Iterator[str]:
 
 
 def _model(vllm_config: Any, device_type: str, options: Options) -> Iterator[str]:
+    from vllm import envs
+
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     num_experts = model.get_num_experts()
     if num_experts <= 0:
@@ -251,7 +282,8 @@ def _model(vllm_config: Any, device_type: str, options: Options) -> Iterator[str
             "of ranks, or name other layers with --lora-target-modules."
         )
     redundant = eplb.num_redundant(parallel)
-    if parallel.enable_eplb:
+    # A rank that joins is told by rank 0 how many redundant experts there will be.
+    if parallel.enable_eplb and not envs.VLLM_ELASTIC_EP_SCALE_UP_LAUNCH:
         yield from eplb.uneven(num_experts, redundant, ep_size)
     hidden_size = model.get_hidden_size()
     yield from refusals.exchange(

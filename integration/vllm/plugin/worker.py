@@ -37,12 +37,17 @@ else:
 class TellsOurExchange(_Base):
     """Mixin for one of vLLM's workers, which does everything else."""
 
+    #: What follows the load balancer (`balancing.moves.Moves`), if there is one.
+    moves: Any = None
+
     @overrides
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         asked = kwargs.get("vllm_config", args[0] if args else None)
         parallel: Any = getattr(asked, "parallel_config", None)
         if not getattr(parallel, "enable_fault_tolerance", False):
             super().__init__(*args, **kwargs)
+            if getattr(parallel, "enable_elastic_ep", False):
+                self._let_ranks_join_and_leave()
             return
         from moe_nvlink_plugin.integration.vllm.faults.worker import MoeNvlinkWorkerSentinel
 
@@ -54,6 +59,25 @@ class TellsOurExchange(_Base):
             parallel.enable_fault_tolerance = True
         self.worker_sentinel = MoeNvlinkWorkerSentinel(self)
 
+    def _let_ranks_join_and_leave(self) -> None:
+        """Put our steps in the place of vLLM's, before the worker makes groups. Local."""
+        from vllm.platforms import current_platform
+
+        from moe_nvlink_plugin.integration.vllm import compat
+
+        is_cpu = current_platform.is_cpu()
+        compat.check_elastic_names("cpu" if is_cpu else "cuda")
+        if is_cpu:
+            from moe_nvlink_plugin.integration.vllm.elastic import cpu_scaling
+
+            cpu_scaling.put_in_place()
+            self.elastic_ep_executor = cpu_scaling.CpuScaling(self)
+        else:
+            from moe_nvlink_plugin.integration.vllm.elastic import scaling
+
+            scaling.put_in_place()
+            self.elastic_ep_executor = scaling.MoeNvlinkScaling(self)
+
     @overrides
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model as vLLM does; then follow its load balancer, if there is one."""
@@ -62,7 +86,7 @@ class TellsOurExchange(_Base):
         if self.vllm_config.parallel_config.enable_eplb and manager is not None:
             from moe_nvlink_plugin.integration.vllm.balancing import eplb
 
-            eplb.begin(self, manager)
+            self.moves = eplb.begin(self, manager)
 
     @overrides
     def compile_or_warm_up_model(self) -> Any:

@@ -80,6 +80,9 @@ LONG = {
     "v2 of 0.32": Run((_ONE_RANK,), {**V2, **OLDER}, minutes=15),
 }
 
+#: A test of its own, of which evidence.json then tells.
+ELASTIC = Run((f"{_SERVERS}/test_elastic_e2e.py",), minutes=15, marked="long")
+
 
 def _python() -> str:
     try:
@@ -123,6 +126,12 @@ def test_what_every_run_shows(name: str) -> None:
 @pytest.mark.parametrize("name", LONG)
 def test_the_rest(name: str) -> None:
     _check(LONG[name])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1000)
+def test_ranks_join_and_leave() -> None:
+    _check(ELASTIC)
 
 
 @pytest.mark.parametrize("older", [False, True])

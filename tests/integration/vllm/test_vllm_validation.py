@@ -53,6 +53,7 @@ def _parallel(**values: Any) -> SimpleNamespace:
         "enable_dbo": False,
         "ubatch_size": 0,
         "enable_elastic_ep": False,
+        "data_parallel_external_lb": True,
         "enable_fault_tolerance": False,
         "enable_eplb": False,
         "worker_cls": "auto",
@@ -63,6 +64,12 @@ def _parallel(**values: Any) -> SimpleNamespace:
         "use_ray": False,
     }
     return SimpleNamespace(**{**good, **values})
+
+
+def _elastic(**values: Any) -> SimpleNamespace:
+    balancing = SimpleNamespace(num_redundant_experts=0, communicator="torch_gloo", use_async=False)
+    asked = {"enable_elastic_ep": True, "enable_eplb": True, "eplb_config": balancing}
+    return _parallel(**{**asked, **values})
 
 
 def _model(**values: Any) -> SimpleNamespace:
@@ -87,9 +94,15 @@ def _config(
         model_config=model or _model(),
         lora_config=lora,
         speculative_config=drafts,
+        use_v2_model_runner=False,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
         additional_config={backend.KEY: backend.BACKEND, **({KEY: options} if options else {})},
     )
+
+
+def _compiled(config: SimpleNamespace) -> SimpleNamespace:
+    config.compilation_config.mode = CompilationMode.VLLM_COMPILE
+    return config
 
 
 def test_the_good_configuration_passes(checkpoint: Path) -> None:
@@ -188,7 +201,6 @@ def test_two_backends_at_once_are_refused(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "device", "words"),
     [
-        (_config(_parallel(enable_elastic_ep=True)), "cpu", "--enable-elastic-ep"),
         (_config(_parallel(data_parallel_backend="ray")), "cpu", "--data-parallel-backend ray: "),
         (_config(_parallel(use_ray=True)), "cpu", "--distributed-executor-backend ray: vLLM's"),
         (_config(fallback=backend.CARRIER), "cpu", "CpuCommunicator has no all_gatherv"),
@@ -240,6 +252,49 @@ def test_rules_that_vllm_or_this_machine_would_hide(config: Any, device: str, wo
     with pytest.raises(UnsupportedError, match="cannot serve") as caught:
         validation.check(config, device)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "words"),
+    [
+        (_config(_elastic(data_parallel_external_lb=False)), "cuda", "--data-parallel-rank"),
+        (_config(_elastic(worker_cls="some.where.Worker")), "cuda", "with --worker-cls some.where"),
+        (_config(_elastic(tensor_parallel_size=2)), "cuda", "with --tensor-parallel-size above 1"),
+        (_config(_elastic(), drafts=object()), "cuda", "with --speculative-config"),
+        (_config(_elastic(), lora=LoRAConfig(target_modules=["o"])), "cuda", "with --enable-lora"),
+        (_config(_elastic(enable_fault_tolerance=True)), "cpu", "with --enable-fault-tolerance"),
+        (_config(_elastic(), fallback=backend.CARRIER), "cuda", "with the option `fallback`"),
+        (_compiled(_config(_elastic())), "cpu", "with a compiled model on CPU ranks"),
+    ],
+)
+def test_what_is_refused_where_ranks_may_join(
+    config: Any, device: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "EXTERNAL_SCALING", "json")  # that a vLLM has
+    with pytest.raises(UnsupportedError, match="cannot serve") as caught:
+        validation.check(config, device)
+    assert words in str(caught.value)
+
+
+def test_ranks_may_join_where_vllm_scales_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _config(_elastic())
+    monkeypatch.setattr(validation, "EXTERNAL_SCALING", "no_such_module")
+    with pytest.raises(UnsupportedError, match=r"before 0\.33 vLLM scales by Ray only"):
+        validation.check(config, "cpu")
+    monkeypatch.setattr(validation, "EXTERNAL_SCALING", "json")
+    validation.check(config, "cpu")
+
+
+def test_a_rank_that_joins_is_told_how_many_experts_are_redundant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By rank 0: its own command line says how many there were at the start."""
+    monkeypatch.setattr(validation, "EXTERNAL_SCALING", "json")
+    config = _config(_elastic(data_parallel_size=3))
+    with pytest.raises(UnsupportedError, match="num_redundant_experts=2"):
+        validation.check(config, "cpu")
+    monkeypatch.setenv("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", "1")
+    validation.check(config, "cpu")
 
 
 def test_several_nodes_and_any_hidden_size_are_left_to_those_who_know() -> None:
@@ -447,7 +502,8 @@ def test_names_are_looked_for_only_where_they_are_needed() -> None:
     assert not [one for one in cpu if "cuda" in one.why.partition(":")[0]]
     everywhere = compat.touched()
     assert {"", "cpu", "cuda"} == {one.device for one in everywhere}
-    features = {"", "adapters", "balancing", "drafts", "faults", "one draft", "scheduling"}
+    features = {"", "adapters", "balancing", "drafts", "elastic", "faults"}
+    features |= {"one draft", "scheduling"}
     assert {one.needed_for for one in everywhere} == features
 
 

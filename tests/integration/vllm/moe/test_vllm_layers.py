@@ -69,7 +69,7 @@ def communicators():
 
     CudaCommunicator.__init__ = init
     torch.cuda.current_device = lambda: 3
-    cuda_communicator.attach = lambda self, device: self.given.append(str(device))
+    cuda_communicator.attach = lambda self, device, store: self.given.append(str(device))
     ours = [
         resolve_obj_by_qualname(f"{platform.__package__}.{name}")
         for name in platform._COMMUNICATORS.values()
