@@ -384,6 +384,7 @@ def test_one_rank_stands_for_all(tokens: int, of: type[Ours]) -> None:
         assert one[verb].us == pytest.approx(whole[verb].us, rel=0.03), verb
 
 
+@pytest.mark.long
 def test_a_token_more_takes_no_less_time() -> None:
     """With 64 tokens a row's lines at 8 ranks, and the ranks' places, have the same low bits."""
     ends = [timed(Work(8, tokens), is_whole=False) for tokens in range(62, 67)]
