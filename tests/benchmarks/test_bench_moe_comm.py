@@ -212,6 +212,7 @@ def command(*options: str) -> list[str]:
     return [sys.executable, str(ROOT / "benchmarks/bench_moe_comm.py"), *small, *options]
 
 
+@pytest.mark.long
 def test_a_run(tmp_path: Path) -> None:
     file = tmp_path / "out" / "result.json"
     asked = ["--batches", "1", "6", "--iters", "4", "--warmup", "1", "--router", "hotspot"]

@@ -28,6 +28,7 @@ from moe_nvlink_plugin.transport import host
 from moe_nvlink_plugin.verify import cases
 from moe_nvlink_plugin.verify.cases import Case, Seen
 from tests.core.exchange.test_elastic import ROUNDS, at_stage, check_round, config_of
+from tests.support.long_tests import first_of
 from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.timeout(300)
@@ -155,7 +156,7 @@ def _live(process: int, _size: int, port: int, case: Case) -> tuple[object, dict
     return said, life.seen
 
 
-@pytest.mark.parametrize("small", [False, True], ids=["large", "small"])
+@pytest.mark.parametrize("small", first_of([True, False]), ids=["small", "large"])
 def test_a_rank_wakes_when_it_has_been_replaced(small: bool, tmp_path: Path) -> None:
     """Its stores change nothing; a kill after the join is noticed; a third process takes over."""
     case = dataclasses.replace(CASE, small=small)

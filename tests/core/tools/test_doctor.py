@@ -818,6 +818,7 @@ def test_the_command_tells_the_truth_here(capfd: pytest.CaptureFixture[str]) -> 
         assert lines[-2].startswith("GPU ranks: will not work: ")
 
 
+@pytest.mark.long
 def test_the_command_as_json(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {**os.environ, **fake_cuda.environment(library, devices=1)}
     done = subprocess.run(

@@ -30,6 +30,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_three_ranks_and_a_report(tmp_path: Path) -> None:
     output = tmp_path / "report.json"
     done = run("--ranks", "3", "--output", str(output))
@@ -63,6 +64,7 @@ def test_quick_under_torchrun() -> None:
     assert done.stdout.count("verify: right: ") == 1, "rank 0 alone prints"
 
 
+@pytest.mark.long
 def test_ranks_that_were_told_different_things() -> None:
     """As two shells of one launch might: each starts a rank."""
     with socket.socket() as free:

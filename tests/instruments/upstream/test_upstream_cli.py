@@ -13,10 +13,10 @@ from tests.upstream.groups import Group, Plugin, all_groups
 from tests.upstream.run import Ran
 
 VERSION = "0.32.0"
+pytestmark = pytest.mark.long
+
 TESTS = """
 import importlib.metadata, pytest
-
-pytestmark = pytest.mark.long
 
 def test_good(): pass
 

@@ -14,12 +14,12 @@ import pytest
 
 from tests.upstream import family
 
+pytestmark = pytest.mark.long
+
 #: A process with shared memory, a child, a server in a session of its own, and the server's child.
 PROGRAM = """
 import os, subprocess, sys, time
 from multiprocessing.shared_memory import SharedMemory
-
-pytestmark = pytest.mark.long
 
 memory = SharedMemory(create=True, size=64)
 child = subprocess.Popen(["sleep", "600"])

@@ -17,14 +17,14 @@ from tests.upstream import breaks, settings
 from tests.upstream.adapt import modular_kernels, moe_layer
 from tests.upstream.run import HERE
 
+pytestmark = pytest.mark.long
+
 # Ranks, of a launcher that starts them as vLLM's do.
 
 LAUNCHER = """
 import os, time, torch
 from torch.multiprocessing import spawn
 from moe_nvlink_upstream.adapt import ranks
-
-pytestmark = pytest.mark.long
 
 def launch(worker, *words):
     store = f"file://{os.getcwd()}/store-{worker.__name__}"

@@ -150,7 +150,6 @@ class Case(NamedTuple):
 
 
 #: The other cases are long tests.
-IN_EVERY_RUN = "mxfp8, fp8_block back"
 FP8_BLOCK_ROW, MXFP8_ROW, NVFP4_ROW = 256 + 2 * 4, 256 + 8, 128 + 16
 CASES = {
     "mxfp8, fp8_block back": Case(
@@ -170,13 +169,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long] if name != IN_EVERY_RUN else [])
-        for name in CASES
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
 def test_two_ranks_compute_what_one_rank_does_with_the_same_quantisers(
     name: str, one_rank: OneRank, folder: Path
 ) -> None:

@@ -258,7 +258,7 @@ def _long(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "model", "ep_size", "arguments"),
     [
-        ("deepseek dp2 compiled", SHORT_DEEPSEEK, 2, DP2),
+        _long("deepseek dp2 compiled", SHORT_DEEPSEEK, 2, DP2),
         ("qwen3 dp2 compiled", QWEN3, 2, DP2),
         ("qwen3 dp2 tp2", QWEN3, 4, DP2_TP2),
         ("gpt-oss dp2", SHORT_GPT_OSS, 2, [*DP2, EAGER]),

@@ -26,7 +26,8 @@ def test_every_test_that_needs_sglang_passes_beside_it() -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("marked", ["not long", pytest.param("long", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("marked", ["not long", "long"])
 def test_sglangs_triton_runner_passes_there_too(marked: str, tmp_path: Path) -> None:
     _check([WITH_TRITON, "-m", marked], sglang_triton.variables(tmp_path))
 

@@ -125,7 +125,7 @@ def _units() -> list[ptx.Unit]:
     return ptx.of(*variants)
 
 
-@pytest.mark.parametrize("on", ["host", ptx.LONG])
+@pytest.mark.parametrize("on", [pytest.param("host", marks=pytest.mark.long), ptx.LONG])
 def test_the_layer_between_processes_on_the_stand_in_driver(
     on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

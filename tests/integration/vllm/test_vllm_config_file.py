@@ -95,6 +95,7 @@ def test_every_option_of_ours_arrives_as_it_is_written(
     assert found.compilation_config.cudagraph_capture_sizes == compiled["cudagraph_capture_sizes"]
 
 
+@pytest.mark.long
 def test_the_schedulers_options_arrive_too(documented: str, tmp_path: Path) -> None:
     given = "  moe_nvlink:\n    capacity: {policy: guaranteed_no_evict, reserve: 0.5}\n"
     text = documented.replace("  moe_nvlink:\n", given) + f"scheduler-cls: {SCHEDULER}\n"
