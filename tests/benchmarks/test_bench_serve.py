@@ -8,11 +8,13 @@ import importlib.metadata
 import json
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -317,7 +319,10 @@ def test_how_a_server_is_started(
 
 def titled(title: str) -> subprocess.Popen[bytes]:
     """A process with a title as vLLM's have it: the first word of its command line."""
-    return subprocess.Popen([title, "60"], executable=shutil.which("sleep"))
+    process = subprocess.Popen([title, "60"], executable=shutil.which("sleep"))
+    while not psutil.Process(process.pid).cmdline():  # for a moment after the exec
+        time.sleep(0.01)
+    return process
 
 
 @pytest.mark.parametrize(
