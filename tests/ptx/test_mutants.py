@@ -172,7 +172,8 @@ def layer_rounds(case: Case, seed: int) -> None:
     with running_layer(case, seed) as ranks:
         for ranks.kind in MIXED if case.small else (BULK,) * ROUNDS:
             seen = ranks.run_round(inputs)
-            of_kind = dataclasses.replace(case, small=ranks.kind == SMALL)
+            # The region that is read here holds scales as they travel.
+            of_kind = dataclasses.replace(case, small=ranks.kind == SMALL, scales_layout="linear")
             emulated.check_round(emulated.with_ctas(of_kind, CTAS), inputs, seen, near=True)
 
 
