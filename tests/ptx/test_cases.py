@@ -346,7 +346,7 @@ MUTANTS: dict[str, tuple[str | None, str, str]] = {
     ),
     "a lane exchanges with another neighbour": (
         "fp8_block",
-        r"(shfl\.sync\.bfly\.b32\s+\S+ %\w+), 1,",
+        r"(shfl\.sync\.bfly\.b32\s+\S+ %\w+), [^,]+,",  # a number, or a register that holds it
         r"\1, 2,",
     ),
     "the smallest magnitude decides on the scale": ("fp8_block", r"max\.u32", "min.u32"),
