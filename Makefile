@@ -9,8 +9,8 @@
 # make env     the environment all of them use (they create it when it is missing)
 # make sglang-env  an environment with SGLang beside it, for the tests and for the demonstration
 # make vllm33-env  the same with vLLM 0.33, whose registry has a build for GPUs alone
-# make test-oldest  the tests of the core and of the kernels on the oldest versions that pyproject.toml
-#              allows, in .venv-oldest; needs Python 3.10, or OLDEST_PYTHON=its path
+# make test-oldest  the tests of the exchange, the LM head and the compilers on the oldest versions that
+#              pyproject.toml allows, in .venv-oldest; needs Python 3.10, or OLDEST_PYTHON=its path
 # make test-newest  the same on the versions that are the newest when .venv-newest is made; needs
 #              Python 3.13, or NEWEST_PYTHON=its path
 # make clean   remove what tools and builds wrote; make distclean removes the environment too
@@ -33,7 +33,7 @@ OLDEST_VENV := .venv-oldest
 OLDEST_PYTHON ?= 3.10
 NEWEST_VENV := .venv-newest
 NEWEST_PYTHON ?= 3.13
-VERSIONS_TESTS ?= tests/core tests/kernels
+VERSIONS_TESTS ?= tests/core/exchange tests/core/lm_head tests/core/jit
 UV := UV_PYTHON_DOWNLOADS=never $(VENV)/bin/uv
 SGLANG_PY := $(SGLANG_VENV)/bin/python
 export MOE_NVLINK_SGLANG_PYTHON ?= $(abspath $(SGLANG_PY))

@@ -115,6 +115,20 @@ def environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def gpu_compiler() -> Any:
+    """cuda.bindings.nvrtc, where it can compile kernels: beside a torch for CUDA 12 it cannot."""
+    from moe_nvlink_plugin.errors import UnsupportedError
+    from moe_nvlink_plugin.jit import nvrtc
+
+    bindings = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+    try:
+        nvrtc.version()
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    return bindings
+
+
+@pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Qwen3-MoE-like model."""
     from moe_nvlink_plugin.integration.demo.tiny_checkpoint import write_checkpoint

@@ -157,10 +157,13 @@ def compile_for_a_gpu(text: str, _folder: Path) -> None:
     nvrtc.compile_cubin(text + '\nextern "C" __global__ void kernel() {}\n', "sm_90a")
 
 
-COMPILERS = [compile_for_the_host, compile_for_a_gpu]
+@pytest.fixture(params=[compile_for_the_host, compile_for_a_gpu])
+def compiler(request: pytest.FixtureRequest) -> Any:
+    if request.param is compile_for_a_gpu:
+        request.getfixturevalue("gpu_compiler")
+    return request.param
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
 def test_every_field_lies_where_the_compilers_put_it(
     compiler: Callable[[str, Path], None], tmp_path: Path
 ) -> None:
@@ -170,7 +173,6 @@ def test_every_field_lies_where_the_compilers_put_it(
     compiler(text, tmp_path)
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
 def test_two_fields_in_the_other_order_are_found(
     compiler: Callable[[str, Path], None], tmp_path: Path
 ) -> None:

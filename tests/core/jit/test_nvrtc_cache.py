@@ -51,9 +51,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def compiler() -> Any:
+def compiler(gpu_compiler: Any) -> Any:
     """The real one."""
-    return pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+    return gpu_compiler
 
 
 @pytest.fixture
