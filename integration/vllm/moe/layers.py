@@ -30,6 +30,7 @@ from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.vllm import compat
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, selected_here
 
+from . import idle_steps
 from .features import features_of
 from .method import MoeNvlinkFusedMoEMethod, install_after_loading
 from .prepare_finalize import Epilogue, with_epilogue
@@ -202,6 +203,12 @@ class MoeNvlinkMoERunner(MoERunner):
             return getattr(torch.ops.vllm, OP_NAME)
         ops = torch.ops.vllm
         return ops.moe_forward if self._shared_experts is None else ops.moe_forward_shared
+
+    @overrides
+    def _forward_impl(self, *given: Any) -> Any:
+        """Run the layer as vLLM does; idle steps of CPU ranks may repeat the call."""
+        idle_steps.note(super()._forward_impl, *given)
+        return super()._forward_impl(*given)
 
     @overrides
     def _apply_quant_method(

@@ -7,7 +7,7 @@ That takes minutes, and differs from rank to rank. Until it is over, ranks wait 
 another (MOE_NVLINK_FIRST_TIMEOUT_S).
 
 A rank without requests runs dummy batches while other ranks work. On CPU ranks the tokens of a
-dummy batch go to no expert. Dummy batches remove no adapters (LoRA).
+dummy batch go to no expert, and only its MoE layers run. Dummy batches remove no adapters (LoRA).
 
 vLLM's sleep mode frees what a worker has allocated while it loaded weights. Level 2 loses the
 content, of tensors of ours too.
@@ -16,11 +16,13 @@ content, of tensors of ours too.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.vllm.backend import OurManager
 from moe_nvlink_plugin.integration.vllm.lora import loading
+from moe_nvlink_plugin.integration.vllm.moe.idle_steps import IdleSteps
 
 #: Class that vLLM's platforms choose for `worker_cls="auto"` -> name of our subclass.
 _OURS = {
@@ -39,6 +41,11 @@ class TellsOurExchange(_Base):
 
     #: What follows the load balancer (`balancing.moves.Moves`), if there is one.
     moves: Any = None
+
+    @functools.cached_property
+    def idle_steps(self) -> IdleSteps:
+        """Dummy batches of this worker on CPUs."""
+        return IdleSteps()
 
     @overrides
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -105,8 +112,12 @@ class TellsOurExchange(_Base):
     def execute_dummy_batch(self) -> None:
         """Run the model as vLLM does for a rank without requests."""
         manager = _manager()
-        idling = contextlib.nullcontext() if manager is None else manager.pool.idling()
-        with idling, loading.keeping(self.model_runner):
+        with contextlib.ExitStack() as stack:
+            if manager is not None:
+                stack.enter_context(manager.pool.idling())
+                if manager.pool.device.type == "cpu":
+                    stack.enter_context(self.idle_steps.of(self.model_runner.model))
+            stack.enter_context(loading.keeping(self.model_runner))
             super().execute_dummy_batch()
         if getattr(manager, "support_fault_tolerance", False):
             # vLLM asks for a fault of a graph's replay only after steps with outputs.

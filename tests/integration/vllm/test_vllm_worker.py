@@ -109,6 +109,7 @@ def test_a_dummy_batch_is_one_of_an_idle_rank(monkeypatch: pytest.MonkeyPatch) -
             lora_config="some",
             _set_active_loras=lambda *_given: None,
             maybe_dummy_run_with_lora=None,
+            model=torch.nn.Identity(),
         )
 
         def execute_dummy_batch(self) -> None:
