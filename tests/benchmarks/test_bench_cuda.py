@@ -116,6 +116,7 @@ def test_a_wrong_row_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         emulated.run(SMALL)
 
 
+@pytest.mark.long
 def test_what_went_wrong_while_it_was_timed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = cuda_clock.Clock("cpu", 2, 0)
     with contextlib.closing(emulated.make_backend(SMALL)) as backend:

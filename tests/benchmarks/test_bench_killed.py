@@ -38,6 +38,7 @@ _HEAD += " --output_file PATH"
 
 
 @pytest.mark.long
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "written_by_a_rank"),
     [

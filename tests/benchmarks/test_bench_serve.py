@@ -81,6 +81,7 @@ def rounds_of_the_peer(rank: int, _ep_size: int) -> list[Any]:
     return [found, made.stats()]
 
 
+@pytest.mark.long
 def test_the_peer_gathers_and_reduces(tmp_path: Path) -> None:
     for rank, (found, stats) in enumerate(run_processes(EP_SIZE, rounds_of_the_peer, tmp_path)):
         for step, (arrived, output) in enumerate(found):

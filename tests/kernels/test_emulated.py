@@ -85,6 +85,7 @@ def test_many_ranks() -> None:
     emulated.check_case("cpu", case, rounds=1)
 
 
+@pytest.mark.long
 def test_rounds() -> None:
     emulated.check_rounds("cpu", FUSED, rounds=200, ctas=2, delays=True)
 

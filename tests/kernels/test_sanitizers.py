@@ -366,11 +366,13 @@ def test_no_data_race(tmp_path: Path) -> None:
     sanitizers.check_all_is_well(program)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_sleeping_bug_does_nothing(group: str, program_of: ProgramOf) -> None:
     sanitizers.check_all_is_well(program_of(group))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("group", "bug"), bugs(are_races=True))
 def test_the_thread_sanitizer_catches(group: str, bug: str, program_of: ProgramOf) -> None:
     sanitizers.check_race_is_found(program_of(group), GROUPS[group].numbers()[bug])
@@ -386,6 +388,7 @@ def test_no_bad_address_and_no_undefined_behaviour(cta_threads: int, tmp_path: P
     sanitizers.check_all_is_well(sanitizers.build(PROGRAM, kernel_text(), tmp_path, *flags))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("group", "bug"), bugs(are_races=False))
 def test_the_other_sanitizers_look(group: str, bug: str, program_of: ProgramOf) -> None:
     done = sanitizers.run(program_of(group), GROUPS[group].numbers()[bug])

@@ -341,6 +341,7 @@ def timed(
         return {verb: layer.run(verb) for verb in ("dispatch", "combine")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("of", [Small, Bulk])
 def test_more_tokens_take_no_less_time(of: type[Ours]) -> None:
     """With free fences: one for each launch hides the rest of a small combine."""

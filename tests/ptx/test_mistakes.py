@@ -85,6 +85,7 @@ def awake(libraries: list[Library], name: str) -> Iterator[None]:
             word.value = 0
 
 
+@pytest.mark.long
 def test_mistakes_are_reported() -> None:
     group, bulk = GROUPS["small"](), GROUPS["as they are"]()
     group = group._replace(runs=[*group.runs, *bulk.runs])

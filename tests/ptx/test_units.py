@@ -28,6 +28,7 @@ def check(release: Release, which: str) -> None:
     assert len(release.outcomes) == len(every_nvrtc.LISTS[which]())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", ["few", *_LISTS])
 def test_ptx_of_the_oldest_translates(which: str) -> None:
     release = every_nvrtc.compile_all(oldest_release(), which=which, as_ptx=True)

@@ -108,6 +108,7 @@ def test_the_schedulers_options_arrive_too(documented: str, tmp_path: Path) -> N
     assert capacity.check(config) == capacity.Capacity(reserve=0.5)
 
 
+@pytest.mark.long
 def test_its_server_starts(documented: str, tmp_path: Path) -> None:
     """All checks at start-up pass: the options fit together, and with such a model."""
     with_draft = dataclasses.replace(MODELS["glm4_moe"], num_mtp_layers=1)

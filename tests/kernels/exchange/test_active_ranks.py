@@ -26,6 +26,7 @@ from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from moe_nvlink_plugin.verify import cases, compare
 from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen
 from tests.support import case_list, delays, emulated
+from tests.support.long_tests import first_of
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -281,7 +282,7 @@ def test_a_rank_that_dies_in_its_last_combine(small: bool) -> None:
     run_ranks(2, rank_main)
 
 
-@pytest.mark.parametrize("ahead", [0, 1, -1, 2, 2**31 - 5])
+@pytest.mark.parametrize("ahead", first_of([1, 0, -1, 2, 2**31 - 5]))
 @pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
 def test_the_last_word_of_a_leaver_may_be_old(small: bool, ahead: int) -> None:
     """Small combines leave it as it is, for however many rounds."""

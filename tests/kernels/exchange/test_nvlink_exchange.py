@@ -41,7 +41,7 @@ LARGE = Case(
 )
 
 
-@pytest.fixture(params=["one host", "fabric", "ptx"])
+@pytest.fixture(params=["one host", "fabric", ptx.LONG])
 def stand_in_driver(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> str:

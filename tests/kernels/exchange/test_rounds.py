@@ -99,6 +99,7 @@ def sometimes(rank: int) -> Callable[[], None]:
     return delay
 
 
+@pytest.mark.long
 def test_thousand_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     library = delays.randomly_delayed()
     monkeypatch.setattr(host, "load", lambda _text: library)

@@ -37,6 +37,7 @@ from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from moe_nvlink_plugin.verify import cases, compare
 from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen
+from tests.support.long_tests import first_of
 from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.timeout(600)
@@ -200,7 +201,7 @@ def _rounds_until_an_error(layer: MoeAllToAll, inputs: Inputs, *, dies: bool) ->
 
 @pytest.mark.parametrize(
     ("small", "combine"),
-    [(False, "bf16"), (True, "bf16"), pytest.param(False, "fp8_block", marks=pytest.mark.long)],
+    first_of([(False, "bf16"), (True, "bf16"), (False, "fp8_block")]),
     ids=["bulk", "small", "fp8_block back"],
 )
 def test_the_others_go_on(small: bool, combine: str, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.gpu.test_users_form import MANY
 from tests.support import emulated, fake_cuda, real_path, users_form
 from tests.support import ranks as processes
 from tests.support.fake_cuda.transport import capturing
+from tests.support.long_tests import first_of
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -175,7 +176,7 @@ def _by_driver() -> None:
             users_form.check_replayed_dispatch("cpu", case, _captured)
 
 
-@pytest.mark.parametrize("pdl", ["0", "1"])
+@pytest.mark.parametrize("pdl", first_of(["1", "0"]))
 def test_on_the_stand_in_driver(pdl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
     monkeypatch.setenv("MOE_NVLINK_PDL", pdl)
