@@ -11,10 +11,14 @@ GPUs run the whole model: its graph is one launch, and their cores have nobody w
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 #: The calls of MoE layers in the forward that is being noted; None outside of one.
 _noted: list[Call] | None = None
@@ -86,9 +90,18 @@ def _noting(
     _noted = []
     try:
         output = forward(*args, **kwargs)
-        return (Noted(num_tokens, _noted, output) if _noted else None), output
+        if not _noted:
+            return None, output
+        _tell(len(_noted))
+        return Noted(num_tokens, _noted, output), output
     finally:
         _noted = None
+
+
+@functools.cache
+def _tell(num_calls: int) -> None:
+    """Log once per process. Local."""
+    logger.info("without requests, this rank runs its %d MoE layers alone", num_calls)
 
 
 def _zeros(given: Any) -> Any:

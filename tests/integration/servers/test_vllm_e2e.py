@@ -149,6 +149,9 @@ class TestTwoDataParallelRanks:
 
     def test_one_request_at_a_time_leaves_a_rank_idle(self, server: EpServer) -> None:
         assert server.differing(range(8), concurrency=1) == []
+        log = server.server.log_path.read_text("utf-8", errors="replace")
+        layers = _num_moe_layers(QWEN3)
+        assert f"without requests, this rank runs its {layers} MoE layers alone" in log
 
     @pytest.mark.parametrize("concurrency", range(2, 9))
     def test_concurrent_requests(self, server: EpServer, concurrency: int) -> None:
