@@ -62,7 +62,7 @@ class IdleSteps:
         if type(model).__call__ is not torch.nn.Module.__call__ or model._compiled_call_impl:
             yield
             return
-        forward = model.forward
+        forward, own = model.forward, vars(model).get("forward")
 
         def shortened(*args: Any, **kwargs: Any) -> Any:
             if "positions" not in kwargs:
@@ -80,6 +80,8 @@ class IdleSteps:
             yield
         finally:
             del model.forward
+            if own is not None:  # somebody else's, which the class does not have
+                model.forward = own
 
 
 def _noting(

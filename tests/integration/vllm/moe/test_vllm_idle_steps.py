@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -67,6 +68,12 @@ def test_the_model_is_itself_between_dummy_batches() -> None:
     assert "forward" not in vars(model)
     positions = torch.arange(3)
     assert model(input_ids=positions, positions=positions).shape == (3, 4)
+    assert model.runs == 2
+    another = functools.partial(Model.forward, model)
+    model.forward = another  # type: ignore[method-assign]
+    for _ in range(2):
+        dummy_batch(steps, model)
+    assert model.forward is another
     assert model.runs == 2
 
 
