@@ -17,7 +17,10 @@ OFFSET = 16
 #: Words that each form writes to a thread's result.
 WORDS = 4
 _KINDS = ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "b64", "u64", "s64", "f32")
-_VECTORS = ("v2.b8", "v2.u16", "v4.b16", "v2.b32", "v4.b32", "v2.u32", "v4.u32", "v4.f32", "v2.b64")
+_VECTORS = (
+    *("v2.b8", "v4.u8", "v2.u16", "v4.b16", "v4.u16"),
+    *("v2.b32", "v4.b32", "v2.u32", "v4.u32", "v2.f32", "v4.f32", "v2.b64"),
+)
 _ORDERED_KINDS = ("b32", "u32", "b64", "u64", "v2.u64", "v4.u32")
 
 
