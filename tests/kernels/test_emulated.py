@@ -133,6 +133,7 @@ def test_rounds_notice_a_row_of_the_wrong_round(monkeypatch: pytest.MonkeyPatch)
         emulated.check_fused("cpu", FUSED, rounds=3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("line", "instead"), test_gpu_rounds.LEFT_OUT.values(), ids=test_gpu_rounds.LEFT_OUT
 )

@@ -61,6 +61,7 @@ def streaming_text() -> str:
     return replace_once(text, "kStreamedBytes = 1 << 20", "kStreamedBytes = 0")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize(
     ("dtype", "hidden_size"),

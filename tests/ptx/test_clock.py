@@ -355,6 +355,7 @@ def test_more_tokens_take_no_less_time(of: type[Ours]) -> None:
         assert 1.01 * few < many, verb
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("of", [Small, Bulk])
 def test_a_run_can_be_repeated(of: type[Ours]) -> None:
     assert timed(SMALL, of=of) == timed(SMALL, of=of)
