@@ -40,7 +40,7 @@ from moe_nvlink_plugin.verify.checks import Head, Rounds
 from moe_nvlink_plugin.verify.plan import Geometry, plan
 from tests.gpu.day import stand_in
 from tests.gpu.day.steps import STEPS
-from tests.support import emulated, emulated_text, real_head, real_path, sanitized
+from tests.support import comings, emulated, emulated_text, real_head, real_path, sanitized
 from tests.support import ranks as processes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -107,6 +107,7 @@ def up_to_machine_code() -> Iterator[None]:
             (HeadGroup, "create", _created),
             (real_head.LoneRank, "__init__", _lone_rank),
             (processes, "run_processes", _first_of),
+            (comings.Life, "group", lambda *args: None),
             (torch.cuda, "is_available", lambda: True),  # GPU tests are not skipped
             (torch.cuda, "Stream", lambda *args: None),
             (torch.cuda, "stream", contextlib.nullcontext),

@@ -93,7 +93,7 @@ def _emulated(
 
 def _watched(tool: str) -> Step:
     rehearsed = "--rehearse" if tool == "memcheck" else "--rehearse --command-only"
-    return _step(tool, 35, f"-m tests.gpu.watched {tool}", rehearsed)
+    return _step(tool, 20, f"-m tests.gpu.watched {tool}", rehearsed)
 
 
 _MEMCHECK = _watched("memcheck")
@@ -174,6 +174,8 @@ NUMBERS = Stage(
     ),
 )
 
+_FORMS = "tests/gpu/test_users_form.py tests/gpu/test_real_processes.py"
+
 BREADTH = Stage(
     "breadth",
     540,
@@ -183,7 +185,17 @@ BREADTH = Stage(
             _verify("verify-pdl", 210, "--ranks 1"),
             _tests("cases", 210, "tests/gpu/test_cases.py tests/gpu/test_quantisers.py"),
             _tests("rounds", 210, "tests/gpu/test_rounds.py"),
-            _tests("forms", 210, "tests/gpu/test_users_form.py tests/gpu/test_real_processes.py"),
+            _tests("forms", 210, f"{_FORMS} tests/gpu/test_comings.py"),
+        ),
+        # Of one rank alone: ranks that share a GPU take turns, and a tuned value would be of that.
+        (
+            _step(
+                "tune",
+                70,
+                # One word: without a gain there is no file.
+                "-m moe_nvlink_plugin tune --ranks 1 --budget 45 --output={results}-tune.json",
+                "--device cpu --hidden-size 256 --num-experts 8 --max-tokens 4 --budget 1",
+            ),
         ),
         (_watched("racecheck"),),
         (_MEMCHECK,),
