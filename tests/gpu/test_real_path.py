@@ -51,6 +51,10 @@ def test_capture_of_quantised_rounds() -> None:
     real_path.check_replays("cuda", 200, given)
 
 
+def test_code_of_inductor() -> None:
+    real_path.check_compiled("cuda", 50)
+
+
 @pytest.mark.parametrize("max_sms", [1, 5, None])
 def test_more_tokens_than_fit(max_sms: int | None) -> None:
     real_path.check_sm_budget("cuda", tokens=3000, max_sms=max_sms)

@@ -261,6 +261,37 @@ def check_two_channels(device: str, rounds: int, case: Case = ONE_RANK) -> None:
                 compare.assert_same_bits(combined[channel], expected, what)
 
 
+def check_compiled(device: str, rounds: int) -> None:
+    """Inductor's code of a round gives the verbs' bits; on a GPU also as a graph's replay."""
+    with create(ONE_RANK, device) as layer:
+
+        def block(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            received = layer.dispatch(hidden, ids, weights)
+            return layer.combine(received.hidden_states * 2.0, received.metadata)
+
+        torch._dynamo.reset()
+        compiled = torch.compile(block, fullgraph=True)
+        fixed = StaticLayer(layer, device)
+        given = (fixed.hidden, fixed.ids, fixed.weights)
+
+        def run() -> None:
+            fixed.output.copy_(compiled(*given))
+
+        run()  # Inductor compiles, which no capture may hold
+        replay = run if device == "cpu" else emulated.captured(run)
+        for number, inputs in enumerate(varying(ONE_RANK, rounds)):
+            fixed.fill(inputs.to(device))
+            expected = block(*given)
+            for found in (compiled(*given), _after(replay, fixed.output)):
+                compare.assert_same_bits(found.cpu(), expected.cpu(), f"round {number}")
+
+
+def _after(replay: Callable[[], None], output: torch.Tensor) -> torch.Tensor:
+    output.fill_(float("nan"))
+    replay()
+    return output
+
+
 def varying(case: Case, rounds: int) -> list[Inputs]:
     """Rank 0's inputs of so many rounds."""
     return [of_round[0] for of_round in emulated.varying_inputs(case, rounds)]

@@ -37,6 +37,10 @@ def test_quantised_rounds() -> None:
     real_path.check_replays("cpu", 20, case)
 
 
+def test_code_of_inductor() -> None:
+    real_path.check_compiled("cpu", 5)
+
+
 def test_sm_budget() -> None:
     real_path.check_sm_budget("cpu", tokens=200, max_sms=3)
 
