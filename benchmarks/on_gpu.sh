@@ -48,19 +48,16 @@ rm -rf "$view/moe_nvlink_plugin/kernels" "$view/moe_nvlink_plugin/integration" |
 cp -r kernels integration "$view/moe_nvlink_plugin" || exit 2
 export PYTHONPATH="$view:$scratch/site"
 
-# What was carried. Kernels are copied: a cache belongs to its user, and what lacks is added to it.
+# What was carried. A cache belongs to its user, and what lacks is added to it.
 export MOE_NVLINK_CACHE_DIR="${MOE_NVLINK_CACHE_DIR:-$scratch/cache}"
 export MOE_NVLINK_TESTS_CACHE_DIR="$MOE_NVLINK_CACHE_DIR"
 mkdir -p -m 700 "$MOE_NVLINK_CACHE_DIR" || exit 2
 GPU_STAGES_CARRIED="nothing; benchmarks/carry.sh, elsewhere, makes .carry: kernels and FlashInfer"
 if [ -d "$carry" ]; then
-  kernels=0
-  for file in "$carry"/kernels/*.cubin; do
-    if [ -f "$file" ] && install -m 644 "$file" "$MOE_NVLINK_CACHE_DIR"; then
-      kernels=$((kernels + 1))
-    fi
-  done
-  GPU_STAGES_CARRIED="$kernels kernels"
+  if [ -f "$carry/kernels.tar.gz" ]; then
+    tar -xzf "$carry/kernels.tar.gz" --no-same-owner -C "$MOE_NVLINK_CACHE_DIR"
+  fi
+  GPU_STAGES_CARRIED="$(find "$MOE_NVLINK_CACHE_DIR" -name '*.cubin' | wc -l) kernels"
   if [ -f "$carry/flashinfer.tar.gz" ] && mkdir "$scratch/site" &&
     tar -xzf "$carry/flashinfer.tar.gz" -C "$scratch/site"; then
     GPU_STAGES_CARRIED="$GPU_STAGES_CARRIED, FlashInfer"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -177,8 +178,11 @@ def test_again_runs_what_is_named(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu(tmp_path: Path) -> None:
     carried = tmp_path / "carried"
-    (carried / "kernels").mkdir(parents=True)
-    (carried / "kernels/0123.cubin").write_bytes(b"code")
+    carried.mkdir()
+    with tarfile.open(carried / "kernels.tar.gz", "w:gz") as archive:
+        member = tarfile.TarInfo("./0123.cubin")
+        member.size = 4
+        archive.addfile(member, io.BytesIO(b"code"))
     (carried / "commit").write_text("89abcde-dirty\n")
     (carried / "unknown").mkdir()
     cache = tmp_path / "cache"
