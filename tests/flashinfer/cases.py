@@ -173,7 +173,7 @@ def round_of(
         region = made.get_combine_input_buffer(wire.dtype)
         assert region.data_ptr() == made._rows.combine_input(wire.dtype, HIDDEN).data_ptr()
         partial = region.copy_(partial)
-        output = torch.empty((mine.ids.shape[0], HIDDEN), dtype=wire.dtype)
+        output = torch.empty((len(mine.ids), HIDDEN), dtype=wire.dtype, device=wires.DEVICE)
     else:
         partial = partial.view(ep_size, -1, HIDDEN)
     total = made.combine(partial, output=output)
@@ -221,9 +221,9 @@ def communications_of_a_geometry_share_a_workspace(rank: int, ep_size: int) -> N
         # Quantised rows on their way back: another geometry, another workspace.
         with communication(rank, ep_size, params, combine="fp8_block") as quantised:
             assert quantised._rows is not one._rows
-            x = torch.randn(2, HIDDEN, dtype=torch.bfloat16)
-            ids = torch.full((2, TOP_K), 2 * rank, dtype=torch.int32)
-            got = quantised.dispatch(x, ids, torch.ones(2, TOP_K))
+            x = torch.randn(2, HIDDEN, dtype=torch.bfloat16, device=wires.DEVICE)
+            ids = torch.full((2, TOP_K), 2 * rank, dtype=torch.int32, device=wires.DEVICE)
+            got = quantised.dispatch(x, ids, torch.ones(2, TOP_K, device=wires.DEVICE))
             total = quantised.combine(got.hidden_states).float()
             torch.testing.assert_close(total, x.float(), rtol=0.07, atol=0.01)
     assert not moe_ep._shared
@@ -323,7 +323,8 @@ def weights_of(num_experts: int, dtype: torch.dtype) -> tuple[torch.Tensor, torc
     """Of all experts."""
     random = torch.Generator().manual_seed(7)
     w13 = torch.randn(num_experts, 2 * 32, HIDDEN, generator=random) / 8
-    return w13.to(dtype), (torch.randn(num_experts, HIDDEN, 32, generator=random) / 8).to(dtype)
+    w2 = torch.randn(num_experts, HIDDEN, 32, generator=random) / 8
+    return w13.to(wires.DEVICE, dtype), w2.to(wires.DEVICE, dtype)
 
 
 @dataclasses.dataclass
@@ -374,7 +375,7 @@ def flashinfers_layer_with_experts_in_torch(rank: int, ep_size: int) -> None:
     output = layer(tensors)
     state = layer.create_graph_state(tensors)  # what a capture would use
     assert torch.equal(layer(tensors, graph_state=state), output)
-    wanted = torch.zeros(len(x), HIDDEN)
+    wanted = torch.zeros(len(x), HIDDEN, device=wires.DEVICE)
     for n, ids in enumerate(mine.ids.tolist()):
         for k, expert in enumerate(ids):
             if 0 <= expert < num_experts:
@@ -694,7 +695,7 @@ def _refused_dispatches(subject: Any, payloads: list[torch.Tensor]) -> None:
 
 def mask_of(ranks: Sequence[int], ep_size: int) -> torch.Tensor:
     mask: torch.Tensor = flashinfer.comm.moe_a2a_active_rank_mask(ranks, ep_size)
-    return mask
+    return mask.to(wires.DEVICE)
 
 
 def without_last(work: Work, ep_size: int, num_experts: int) -> Work:
@@ -747,8 +748,8 @@ def rounds_without_the_last_rank(rank: int, ep_size: int) -> None:
                 partial = wires.local_sums(x, got.topk_ids, got.topk_weights, first, end)
                 total = made.combine(partial.bfloat16(), active_rank_mask=mask)
                 assert torch.equal(total, wanted)
-        with pytest.raises(InputError, match=r"active_rank_mask is torch.int32 \[1\] on cpu; pass"):
-            made.dispatch(*payloads, active_rank_mask=torch.ones(1, dtype=torch.int32))
+        with pytest.raises(InputError, match=r"active_rank_mask is torch.int32 \[1\] on .*; pass"):
+            made.dispatch(*payloads, active_rank_mask=mask.int())
         others = mask_of([other for other in range(ep_size) if other != rank], ep_size)
         with pytest.raises(InputError, match=f"but this is rank {rank}; a rank that dispatches"):
             made.dispatch(*payloads, active_rank_mask=others)
@@ -862,7 +863,7 @@ def flashinfers_own_backend_on_the_drop_in(rank: int, ep_size: int) -> None:
 
 def stats_of(rank: int, number: int) -> torch.Tensor:
     """Of seven experts, whatever number the exchange has; negative and large ones too."""
-    words = torch.arange(7, dtype=torch.int32) - 3 + 100 * rank
+    words = torch.arange(7, dtype=torch.int32, device=wires.DEVICE) - 3 + 100 * rank
     return words * ((1 + number * 2**20) * (-1 if number % 2 else 1))
 
 

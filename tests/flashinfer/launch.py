@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from tests.support import flashinfer_wheel
 from tests.support.ranks import RankError, run_processes
@@ -36,16 +39,23 @@ def run_everywhere(_rank: int, _size: int, sizes: tuple[int, ...], folder: Path)
         return found
 
 
-def cases_of_rank(rank: int, ep_size: int) -> Outcomes:
-    """Run the cases in their order up to one that fails; the ranks are then out of step."""
-    from . import cases
+def cases_of_rank(
+    rank: int, ep_size: int, names: Sequence[str] = (), device: str = "cpu"
+) -> Outcomes:
+    """Run the cases in their order up to one that fails; the ranks are then out of step.
 
+    FlashInfer can be imported here. `names`: of some cases; (): all.
+    """
+    from . import cases, wires
+
+    wires.DEVICE = torch.device(device)
+    names = names or list(cases.CASES)
     found: Outcomes = {}
-    for name, body in cases.CASES.items():
+    for name in names:
         try:
-            body(rank, ep_size)
+            cases.CASES[name](rank, ep_size)
             found[name] = ""
         except BaseException:
             found[name] = f"rank {rank}: {traceback.format_exc()}"
             break
-    return {name: found.get(name, f"rank {rank} did not come here") for name in cases.CASES}
+    return {name: found.get(name, f"rank {rank} did not come here") for name in names}

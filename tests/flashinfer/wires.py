@@ -12,6 +12,8 @@ from moe_nvlink_plugin import AllToAllConfig, recipes, reference
 from moe_nvlink_plugin.config import local_expert_range
 
 HIDDEN, TOP_K, MAX_TOKENS = 128, 3, 6
+#: Where tokens, ids, and what is expected of them live; tests/gpu sets it in its processes.
+DEVICE = torch.device("cpu")
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
@@ -40,14 +42,15 @@ def _plain(dtype: torch.dtype) -> Wire:
 
 
 def _of_recipe(name: str, format_name: str, recipe: Any, scale: float | None = None) -> Wire:
-    given = None if scale is None else torch.tensor([scale])
+    def given() -> torch.Tensor | None:
+        return None if scale is None else torch.tensor([scale], device=DEVICE)
 
     def make(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows = recipe.quantise(x, given)
+        rows = recipe.quantise(x, given())
         return rows.rows, rows.scales
 
     def read(rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-        result: torch.Tensor = recipe.dequantise(rows, scales, torch.float32, given)
+        result: torch.Tensor = recipe.dequantise(rows, scales, torch.float32, given())
         return result
 
     return Wire(name, format_name, torch.bfloat16, make, read)
@@ -64,7 +67,7 @@ def _make_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
 def _read_mxfp4(rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     assert scales is not None
     codes = torch.stack((rows & 15, rows >> 4), dim=2).flatten(1).long()
-    values = _E2M1[codes & 7] * (1 - 2 * (codes >> 3))
+    values = _E2M1.to(codes.device)[codes & 7] * (1 - 2 * (codes >> 3))
     return values * torch.exp2(scales.float() - 127).repeat_interleave(32, dim=1)
 
 
@@ -101,7 +104,8 @@ def works(ep_size: int, num_experts: int, counts: Sequence[int], seed: int = 0) 
         no_expert = torch.rand(shape, generator=random) < 0.15
         ids = torch.where(no_expert, torch.tensor([-1, num_experts, 2**30])[ids % 3], ids)
         hidden = torch.randn((counts[rank], HIDDEN), generator=random)
-        found.append(Work(hidden, ids.to(torch.int32), torch.rand(shape, generator=random)))
+        weights = torch.rand(shape, generator=random)
+        found.append(Work(hidden.to(DEVICE), ids.to(DEVICE, torch.int32), weights.to(DEVICE)))
     return found
 
 
@@ -132,15 +136,15 @@ def expected(wire: Wire, work: Work, ep_size: int, num_experts: int) -> torch.Te
     x = wire.read(*wire.make(work.hidden))
     partial_rows = [
         local_sums(x, work.ids, work.weights, *local_expert_range(num_experts, ep_size, rank)).to(
-            wire.dtype
+            "cpu", wire.dtype
         )
         for rank in range(ep_size)
     ]
-    return reference.combine(config, work.ids, partial_rows)
+    return reference.combine(config, work.ids.cpu(), partial_rows).to(DEVICE)
 
 
 def rows_as_bytes(*tensors: torch.Tensor) -> list[bytes]:
     """Each row of several tensors `[num_rows, ...]`, as bytes, sorted."""
     count = tensors[0].shape[0]
-    flat = [t.contiguous().view(torch.uint8).reshape(count, -1) for t in tensors if t.numel()]
+    flat = [t.cpu().contiguous().view(torch.uint8).reshape(count, -1) for t in tensors if t.numel()]
     return sorted(bytes(row) for row in torch.cat(flat, dim=1).numpy()) if flat else []

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from benchmarks import bench_lm_head, bench_recipes, common, gpu_constants
 from benchmarks.moe_comm import emulated as one_gpu
 from benchmarks.moe_comm import options
 from moe_nvlink_plugin import AllToAllConfig, HeadConfig, HeadGroup, MoeAllToAll, driver
+from moe_nvlink_plugin.config import ACTIVATION_DTYPES
 from moe_nvlink_plugin.exchange import launches
 from moe_nvlink_plugin.exchange.arguments import quantiser_code
 from moe_nvlink_plugin.jit import nvrtc
@@ -36,6 +38,7 @@ from moe_nvlink_plugin.launch.kernel import Variant
 from moe_nvlink_plugin.lm_head.kernels import HEAD
 from moe_nvlink_plugin.plugins import find_recipe
 from moe_nvlink_plugin.tools import precompile
+from moe_nvlink_plugin.verify.cases import Case
 from moe_nvlink_plugin.verify.checks import Head, Rounds
 from moe_nvlink_plugin.verify.plan import Geometry, plan
 from tests.gpu.day import stand_in
@@ -66,6 +69,14 @@ def of_config(config: AllToAllConfig | HeadConfig) -> None:
     else:
         code = quantiser_code(find_recipe(config), config.hidden_size)
         product(launches.variant(config, code))
+
+
+def of_flashinfer() -> None:
+    """Compile what the cases of tests/flashinfer take; FlashInfer itself may not be here."""
+    for dtype, combine in itertools.product(ACTIVATION_DTYPES, ("bf16", "fp8_tensor", "fp8_block")):
+        if combine == "bf16" or dtype is torch.bfloat16:
+            case = Case(tokens=(0, 0), top_k=3, dtype=dtype, hidden_size=128, combine=combine)
+            of_config(case.config(0))
 
 
 def of_verify() -> None:
@@ -184,6 +195,7 @@ def _of_recipes(arguments: Any) -> None:
 def main() -> None:
     """End with status 1 if a test or a benchmark did not come as far as to ask."""
     of_verify()
+    of_flashinfer()
     # The sanitizers' tests start programs, whose kernels of_benchmarks compiles. The others ask for
     # what real_path.py's tests ask for, the one after vLLM is loaded, the other on the GPU.
     left_out = ("--ignore=tests/gpu/test_sanitizers.py", "--ignore=tests/gpu/test_quantisers.py")
