@@ -48,7 +48,12 @@ def outcomes(ep_size: int, folder: Path) -> list[dict[str, Outcome]]:
         given = (list(GPU_SCHEMES), list(REPLAYED)) if ep_size == 2 else (["fp8 by blocks"], [])
         try:
             _run[ep_size] = processes.run_processes(
-                ep_size, body, folder, "cuda", *given, timeout_s=JOIN_S
+                ep_size,
+                body,
+                folder,
+                *("cuda", str(folder / "meeting"), *given),
+                timeout_s=JOIN_S,
+                meets=False,
             )
         except processes.RankError as error:
             _run[ep_size] = str(error)

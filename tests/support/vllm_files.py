@@ -15,11 +15,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 #: vLLM takes its CUDA platform only if it can import the first of them.
 LIBRARIES = ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch")
+#: Raises an error when it is imported without a library of its own; attention is not needed here.
+ATTENTION = "vllm.vllm_flash_attn"
+#: Of the first library: what vLLM asks it when it is imported, of a number and with the answer no.
+QUESTIONS = (
+    "cutlass_scaled_mm_supports_block_fp8",
+    "cutlass_scaled_mm_supports_fp8",
+    "cutlass_scaled_mm_supports_fp4",
+    "cutlass_group_gemm_supported",
+)
 #: Imported on the way to vLLM's MoE kernels, for servers, tokenizers and structured output.
 NOT_USED = frozenset(
     {
@@ -101,6 +111,21 @@ class _Finder(MetaPathFinder, Loader):
         pass
 
 
+def wheel(release: str) -> Path:
+    """Return a folder with what of vLLM's wheel can travel: its Python files and its metadata.
+
+    Raises:
+        FetchError: the wheel could not be fetched.
+    """
+    from tests.support import wheels  # a machine with a GPU may lack what this imports
+
+    def wanted(name: str) -> bool:
+        return name.endswith((".py", ".dist-info/METADATA"))
+
+    tags = ("--python-version", "3.12", "--platform", "manylinux_2_28_x86_64")
+    return wheels.files_of("vllm", release, wanted, "python files, metadata", tags)
+
+
 def why_not() -> str:
     """Why vLLM cannot run on a GPU here, or nothing. Imports nothing."""
     try:
@@ -110,11 +135,8 @@ def why_not() -> str:
     return "this vLLM is a build for CPUs" if "cpu" in version else ""
 
 
-def has_libraries() -> bool:
-    """Whether vLLM's compiled libraries are installed. Imports vLLM's package alone."""
-    return isinstance(importlib.util.find_spec(LIBRARIES[0]), ModuleSpec) and not isinstance(
-        sys.modules.get(LIBRARIES[0]), _Empty
-    )
+#: Keeps what `complete` has defined.
+_defined: list[Any] = []
 
 
 def complete() -> None:
@@ -122,6 +144,15 @@ def complete() -> None:
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     sys.meta_path.append(_Finder())
-    for name in LIBRARIES:
-        if importlib.util.find_spec(name) is None:
-            sys.modules[name] = ModuleType(name)
+    missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+    sys.modules.update((name, ModuleType(name)) for name in missing)
+    if LIBRARIES[0] in missing:
+        import torch
+
+        sys.modules[ATTENTION] = _Empty(ATTENTION)
+
+        library = torch.library.Library("_C", "FRAGMENT")
+        for question in QUESTIONS:
+            library.define(f"{question}(int capability) -> bool")
+            library.impl(question, lambda _capability: False, "CompositeImplicitAutograd")
+        _defined.append(library)

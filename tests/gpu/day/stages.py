@@ -164,6 +164,8 @@ class Run:
             self._say(f"\n== {step.name}\n{' '.join([*set_here, *command])}")
             started = time.time()
             variables = self._environment | dict(step.variables)
+            if folder := self._environment.get(step.path):
+                variables["PYTHONPATH"] = f"{variables.get('PYTHONPATH', '')}:{folder}"
             status, last_line = self._run(command, variables, limit_s, prefix)
             outcome = self._judge(step, status, started, limit_s, last_line)
         self._say(f"== {outcome}")
@@ -174,7 +176,9 @@ class Run:
             return ENDED
         if self._left_s() < LEAST_S:
             return TIME_WAS_OVER
-        if step.needs and not self.rehearse and not importlib.util.find_spec(step.needs):
+        is_there = step.path and Path(self._environment.get(step.path, "/nowhere")).is_dir()
+        is_there = is_there or not step.needs or importlib.util.find_spec(step.needs)
+        if not self.rehearse and not is_there:
             return f"{step.needs} was not carried (benchmarks/carry.sh) and is not installed"
         return ""
 

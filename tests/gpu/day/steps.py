@@ -21,6 +21,7 @@ class Step:
         command: what follows the interpreter. `{results}` is where the result file's name begins.
         rehearsed: what a rehearsal appends; if an option is given twice, the last one counts.
         needs: a module without which the step does not begin.
+        path: variable of the runner with a folder that this step alone has on its path.
         variables: of its environment, beside those of the runner.
     """
 
@@ -30,6 +31,7 @@ class Step:
     rehearsed: tuple[str, ...] = ()
     needs: str = ""
     variables: tuple[tuple[str, str], ...] = ()
+    path: str = ""
 
     @property
     def result(self) -> str | None:
@@ -194,7 +196,22 @@ BREADTH = Stage(
     ),
 )
 
-STAGES = {stage.name: stage for stage in (SMOKE, NUMBERS, BREADTH)}
+#: By itself: `benchmarks/carry.sh --vllm` packs what it needs, which few machines are sent.
+VLLM = Stage(
+    "vllm",
+    100,
+    (
+        (
+            dataclasses.replace(
+                _tests("vllm-experts", 90, "tests/gpu/test_vllm_experts.py -s"),
+                needs="vllm",
+                path="GPU_STAGES_VLLM",
+            ),
+        ),
+    ),
+)
+
+STAGES = {stage.name: stage for stage in (SMOKE, NUMBERS, BREADTH, VLLM)}
 STEPS = {step.name: step for stage in STAGES.values() for group in stage.steps for step in group}
 
 
