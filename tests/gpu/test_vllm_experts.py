@@ -28,7 +28,7 @@ from tests.support.vllm_sizes import GPU_SCHEMES
 
 JOIN_S = 75.0
 REPLAYED = ("unquantised", "fp8 by blocks", "fp8 by tensor")
-MOST_ERROR = {scheme: 2**-5 for scheme in GPU_SCHEMES} | {"unquantised": 2**-6}
+MOST_ERROR = dict.fromkeys(GPU_SCHEMES, 2 ** (-5)) | {"unquantised": 2**-6}
 
 pytestmark = [
     pytest.mark.gpu,

@@ -232,9 +232,7 @@ class Layer:
     ) -> None:
         self.group, self.device = group, device
         self.experts = experts or Experts(LEFT_OPEN[left_open]())
-        self.format = format_of(
-            self.experts, options, device, values.get("dtype", torch.float32)
-        )
+        self.format = format_of(self.experts, options, device, values.get("dtype", torch.float32))
         if self.format.recipe is not None:
             values["recipe"] = self.format.recipe.name
             values["scales_layout"] = self.format.scales_layout

@@ -1,10 +1,10 @@
 """vLLM's own Triton experts behind our dispatch, on any device, and one rank's without an exchange.
 
-On CPU tensors Triton's interpreter executes the kernels (test_vllm_triton_experts.py); on a GPU they
-are compiled (tests/gpu/test_vllm_experts.py). The kernels, the quantisers in Triton, and the classes
-around them are vLLM's; stand-ins in plain torch are here for the operators that only vLLM's CUDA
-build has. None of them reads a tensor's value on the host of a GPU, so that a CUDA graph can capture
-them. Needs vLLM and Triton.
+On CPU tensors Triton's interpreter executes the kernels (test_vllm_triton_experts.py); on a GPU
+they are compiled (tests/gpu/test_vllm_experts.py). The kernels, the quantisers in Triton, and the
+classes around them are vLLM's; stand-ins in plain torch are here for the operators that only vLLM's
+CUDA build has. None of them reads a tensor's value on the host of a GPU, so that a CUDA graph can
+capture them. Needs vLLM and Triton.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ SCHEMES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any, Any], Any
 # Stand-ins for operators that vLLM's CPU build does not have.
 
 
-def _moe_align_block_size(
+def moe_align_block_size(
     ids: torch.Tensor,
     num_experts: int,
     block_size: int,
@@ -228,9 +228,7 @@ def _experts(
     """One rank's experts, of all of a layer's, and their weights."""
     quantise, config_of_scales, _recipe = SCHEMES[scheme]
     first, end = local_expert_range(NUM_EXPERTS, ep_size, ep_rank)
-    (w1, scales1), (w2, scales2) = (
-        quantise(weights[first:end].to(device)) for weights in (W1, W2)
-    )
+    (w1, scales1), (w2, scales2) = (quantise(weights[first:end].to(device)) for weights in (W1, W2))
     if w1.dtype == torch.float32:
         w1, w2 = w1.to(DTYPES[device]), w2.to(DTYPES[device])
     moe = vllm_config.FusedMoEConfig(
@@ -328,7 +326,7 @@ def stand_in(replace: Callable[[Any, str, Any], None], device: str = "cpu") -> N
         replace(topk_weight_and_reduce, "ops", SimpleNamespace(moe_sum=_moe_sum))
         init_workspace_manager(torch.device(device))
     _define_activation()
-    replace(ops, "moe_align_block_size", _moe_align_block_size)
+    replace(ops, "moe_align_block_size", moe_align_block_size)
     replace(ops, "moe_sum", _moe_sum)
     replace(ops, "scaled_fp8_quant", _scaled_fp8_quant)
     replace(ops, "silu_and_mul_per_block_quant", _silu_and_mul_per_block_quant)
