@@ -132,7 +132,8 @@ def test_limits_add_up() -> None:
         longest = sum(max(step.limit_s for step in group) for group in stage.steps)
         assert START_S + longest <= stage.limit_s, stage.name
     limits = {name: stage.limit_s for name, stage in STAGES.items()}
-    assert limits == {"smoke": 265, "numbers": 530, "breadth": 540, "vllm": 100}
+    assert limits == {"smoke": 265, "numbers": 530, "breadth": 540, "vllm": 160}
+    assert limits.pop("vllm") <= AGAIN_S, "it has the time of `again`"
     assert sum(limits.values()) + AGAIN_S <= 30 * 60
     of_all = [step for stage in STAGES.values() for group in stage.steps for step in group]
     assert {step.name: step for step in of_all} == STEPS

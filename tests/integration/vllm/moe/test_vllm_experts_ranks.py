@@ -1,4 +1,4 @@
-"""What tests/gpu/test_vllm_experts.py starts as ranks, here on CPU tensors by Triton's interpreter."""
+"""The ranks of tests/gpu/test_vllm_experts.py, here on CPU tensors by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.usefixtures("environment"), pytest.mark.timeout(300)]
 
 def test_rounds_and_replays(tmp_path: Path) -> None:
     body: Any = vllm_experts_ranks.run_schemes
-    given = ("cpu", str(tmp_path / "meeting"), ["unquantised"], ["fp8 by tensor"])
+    given: Any = ("cpu", str(tmp_path / "meeting"), ["unquantised"], ["fp8 by tensor"])
     of_ranks = processes.run_processes(2, body, tmp_path, *given, meets=False)
     for each in of_ranks:
         assert list(each) == ["unquantised", "replayed fp8 by tensor"]
@@ -41,7 +41,7 @@ def test_rounds_and_replays(tmp_path: Path) -> None:
 
 def test_a_scheme_that_fails_leaves_the_others_their_turn(tmp_path: Path) -> None:
     body: Any = vllm_experts_ranks.run_schemes
-    given = ("cpu", str(tmp_path / "meeting"), ["no such scheme", "fp8 by token"], [])
+    given: Any = ("cpu", str(tmp_path / "meeting"), ["no such scheme", "fp8 by token"], [])
     for each in processes.run_processes(2, body, tmp_path, *given, meets=False):
         assert "KeyError" in each["no such scheme"].trace
         assert not each["fp8 by token"].trace

@@ -25,7 +25,9 @@ from moe_nvlink_plugin.integration.vllm.backend import CARRIER
 from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
 from tests.support.vllm_sizes import CAPACITY as CAPACITY
-from tests.support.vllm_sizes import HIDDEN_SIZE, NUM_EXPERTS, TOP_K
+from tests.support.vllm_sizes import HIDDEN_SIZE as HIDDEN_SIZE
+from tests.support.vllm_sizes import NUM_EXPERTS as NUM_EXPERTS
+from tests.support.vllm_sizes import TOP_K as TOP_K
 from tests.support.vllm_sizes import config_of as config_of
 
 #: One weight matrix per expert; any function that tells experts apart.
