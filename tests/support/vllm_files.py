@@ -17,7 +17,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 #: vLLM takes its CUDA platform only if it can import the first of them.
 LIBRARIES = ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch")
@@ -151,7 +151,7 @@ def complete() -> None:
 
         sys.modules[ATTENTION] = _Empty(ATTENTION)
 
-        library = torch.library.Library("_C", "FRAGMENT")
+        library: Any = cast(Any, torch.library).Library("_C", "FRAGMENT")
         for question in QUESTIONS:
             library.define(f"{question}(int capability) -> bool")
             library.impl(question, lambda _capability: False, "CompositeImplicitAutograd")

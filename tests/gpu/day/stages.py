@@ -164,7 +164,7 @@ class Run:
             self._say(f"\n== {step.name}\n{' '.join([*set_here, *command])}")
             started = time.time()
             variables = self._environment | dict(step.variables)
-            if folder := self._environment.get(step.path):
+            if (folder := self._environment.get(step.path)) is not None:
                 variables["PYTHONPATH"] = f"{variables.get('PYTHONPATH', '')}:{folder}"
             status, last_line = self._run(command, variables, limit_s, prefix)
             outcome = self._judge(step, status, started, limit_s, last_line)
@@ -176,11 +176,15 @@ class Run:
             return ENDED
         if self._left_s() < LEAST_S:
             return TIME_WAS_OVER
-        is_there = step.path and Path(self._environment.get(step.path, "/nowhere")).is_dir()
-        is_there = is_there or not step.needs or importlib.util.find_spec(step.needs)
-        if not self.rehearse and not is_there:
+        if step.needs and not self.rehearse and not self._has_what_it_needs(step):
             return f"{step.needs} was not carried (benchmarks/carry.sh) and is not installed"
         return ""
+
+    def _has_what_it_needs(self, step: Step) -> bool:
+        folder = self._environment.get(step.path)
+        if folder is not None and Path(folder, step.needs).is_dir():
+            return True
+        return importlib.util.find_spec(step.needs) is not None
 
     def _filled(self, part: str) -> str:
         return part.replace("{results}", self._prefix)

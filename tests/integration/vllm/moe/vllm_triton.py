@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -296,8 +296,11 @@ def on_one_rank(
     ids, weights = ids.clamp(min=0), torch.where(ids < 0, 0.0, weights)
     # As many rows every time: Triton compiles anew for some numbers of them.
     missing = CAPACITY - len(hidden)
-    padded = (torch.nn.functional.pad(each, (0, 0, 0, missing)) for each in (hidden, ids, weights))
-    return _computed(kernel, w1, w2, *padded, None)[: len(hidden)]
+    hidden_rows, id_rows, weight_rows = (
+        torch.nn.functional.pad(each, (0, 0, 0, missing)) for each in (hidden, ids, weights)
+    )
+    computed = _computed(kernel, w1, w2, hidden_rows, id_rows, weight_rows, None)
+    return computed[: len(hidden)]
 
 
 def _silu_and_mul(output: torch.Tensor, rows: torch.Tensor) -> None:
@@ -311,7 +314,7 @@ _defined: list[Any] = []
 
 def _define_activation() -> None:
     if not hasattr(torch.ops._C, "silu_and_mul"):
-        library = torch.library.Library("_C", "FRAGMENT")
+        library: Any = cast(Any, torch.library).Library("_C", "FRAGMENT")
         library.define("silu_and_mul(Tensor(a!) result, Tensor input) -> ()")
         library.impl("silu_and_mul", _silu_and_mul, "CompositeExplicitAutograd")
         _defined.append(library)
