@@ -76,8 +76,9 @@ if [ -f "$carry/vllm.tar.gz" ] && mkdir "$scratch/vllm" &&
   tar -xzf "$carry/vllm.tar.gz" -C "$scratch/vllm"; then
   GPU_STAGES_CARRIED="$GPU_STAGES_CARRIED, vLLM's Python files"
 fi
-# Only the step that needs vLLM gets this on its path: other tests ask whether vLLM is installed.
-export GPU_STAGES_VLLM="$scratch/vllm"
+# Of the step that needs vLLM alone: other tests ask whether vLLM is installed. And vLLM would import
+# FlashInfer, of which only the exchange is here.
+if [ -d "$scratch/vllm" ]; then export GPU_STAGES_VLLM="$view:$scratch/vllm"; fi
 export GPU_STAGES_CARRIED
 
 places=(--results "$back")

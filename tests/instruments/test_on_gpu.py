@@ -295,6 +295,22 @@ def test_what_becomes_of_steps(conduct: Conduct, tmp_path: Path) -> None:
     assert gone(said)
 
 
+def test_a_step_with_a_path_of_its_own(
+    conduct: Conduct, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others do not see what it alone may import; without the folder it does not begin."""
+    (tmp_path / "own/such_a_package").mkdir(parents=True)
+    monkeypatch.setenv("ITS_PATH", f"{tmp_path}/elsewhere:{tmp_path}/own")
+    imports = "import such_a_package; print('imported')"
+    refuses = "import importlib.util as u; print(u.find_spec('such_a_package'))"
+    own = Step("own", 60, ("-c", imports), needs="such_a_package", path="ITS_PATH")
+    lacks = Step("lacks", 60, ("-c", ""), needs="another_package", path="ITS_PATH")
+    _status, found, _said = conduct((own,), (script("other", refuses),), (lacks,))
+    assert found["own"] == ("passed", "imported")
+    assert found["other"] == ("passed", "None")
+    assert found["lacks"][0] == "not run"
+
+
 def test_when_the_stages_time_is_over(conduct: Conduct) -> None:
     waits = script("waits", "import time; time.sleep(300)")
     status, found, _said = conduct((waits,), (script("late", ""),), limit_s=7)

@@ -164,8 +164,8 @@ class Run:
             self._say(f"\n== {step.name}\n{' '.join([*set_here, *command])}")
             started = time.time()
             variables = self._environment | dict(step.variables)
-            if (folder := self._environment.get(step.path)) is not None:
-                variables["PYTHONPATH"] = f"{variables.get('PYTHONPATH', '')}:{folder}"
+            if (path := self._environment.get(step.path)) is not None:
+                variables["PYTHONPATH"] = path
             status, last_line = self._run(command, variables, limit_s, prefix)
             outcome = self._judge(step, status, started, limit_s, last_line)
         self._say(f"== {outcome}")
@@ -181,9 +181,9 @@ class Run:
         return ""
 
     def _has_what_it_needs(self, step: Step) -> bool:
-        folder = self._environment.get(step.path)
-        if folder is not None and Path(folder, step.needs).is_dir():
-            return True
+        path = self._environment.get(step.path)
+        if path is not None:
+            return any(Path(folder, step.needs).is_dir() for folder in path.split(":"))
         return importlib.util.find_spec(step.needs) is not None
 
     def _filled(self, part: str) -> str:

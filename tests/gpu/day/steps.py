@@ -21,7 +21,7 @@ class Step:
         command: what follows the interpreter. `{results}` is where the result file's name begins.
         rehearsed: what a rehearsal appends; if an option is given twice, the last one counts.
         needs: a module without which the step does not begin.
-        path: variable of the runner with a folder that this step alone has on its path.
+        path: variable of the runner that holds this step's PYTHONPATH; "": it is the runner's.
         variables: of its environment, beside those of the runner.
     """
 
