@@ -5,9 +5,10 @@
 #
 #   benchmarks/carry.sh                   # a quarter of an hour the first time; then on_gpu.sh, there
 #   benchmarks/carry.sh --kernels         # without FlashInfer: all that verify and the stages ask for
+#   benchmarks/carry.sh --vllm            # beside what is there: the Python files of vLLM, for one step
 #   benchmarks/carry.sh --commit          # only which commit this is, if nothing else has changed
 #
-# Prints the folder's size and fails above 40 MiB. PYTHON is an interpreter that has this package and
+# Prints the folder's size and fails above 52 MiB, of the 64 that travel with the working tree. PYTHON is an interpreter that has this package and
 # the tests' packages (.venv/bin/python); PYTHON_VERSION (3.12) is the other machine's. FlashInfer is
 # compiled by the nvcc of CUDA_HOME, or on the PATH, which must be of CUDA 13; build/flashinfer
 # keeps what was compiled.
@@ -15,9 +16,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 repository=$PWD
 case "${1:-}" in
-  "") with_kernels=1 with_flashinfer=1 ;;
-  --kernels) with_kernels=1 with_flashinfer=0 ;;
-  --commit) with_kernels=0 with_flashinfer=0 ;;
+  "") with_kernels=1 with_flashinfer=1 with_vllm=0 ;;
+  --kernels) with_kernels=1 with_flashinfer=0 with_vllm=0 ;;
+  --vllm) with_kernels=0 with_flashinfer=0 with_vllm=1 ;;
+  --commit) with_kernels=0 with_flashinfer=0 with_vllm=0 ;;
   *)
     awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' benchmarks/carry.sh
     exit 2
@@ -27,12 +29,16 @@ esac
 PYTHON=${PYTHON:-.venv/bin/python}
 PYTHON_VERSION=${PYTHON_VERSION:-3.12}
 CARRY=${CARRY:-$repository/.carry}
-MOST_KIB=$((40 * 1024))
+MOST_KIB=$((52 * 1024))
 # The release whose interface benchmarks/moe_comm/flashinfer_api.py was read from; what importing its
 # flashinfer.comm needs and that machine lacks; and headers that compiling it needs.
 FLASHINFER=(flashinfer-python==0.7.2.post1 "apache-tvm-ffi>=0.1.11,<0.2" nvidia-ml-py
   requests certifi charset-normalizer idna urllib3 tqdm)
 HEADERS="nvidia-cublas>=13.0,<13.2"
+# What importing vLLM's MoE kernels needs and that machine lacks. Names without meaning stand for the
+# other packages that they import (tests/support/vllm_files.py).
+BESIDE_VLLM=(pydantic==2.14.4 pydantic-core==2.50.5 annotated-types typing-inspection msgspec
+  cachetools)
 module=mnnvl_moe_alltoall
 
 kernels() {
@@ -51,7 +57,7 @@ commit() {
   echo "$(git rev-parse --short HEAD)$dirty" >"$CARRY/commit"
 }
 
-packages() { # TARGET PIP-OPTION... : FlashInfer and what it imports
+packages() { # TARGET PIP-OPTION...
   local target=$1
   shift
   "$PYTHON" -m pip install -q --disable-pip-version-check --no-deps --no-compile \
@@ -87,13 +93,19 @@ shutil.copy(spec.jit_library_path, sys.argv[1])
 END
 }
 
+packages_there() { # TARGET PIP-OPTION... : built for the other machine
+  local target=$1
+  shift
+  packages "$target" --python-version "$PYTHON_VERSION" --implementation cp \
+    --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
+    --platform manylinux2014_x86_64 --platform manylinux1_x86_64 "$@"
+}
+
 flashinfer() {
   library
   site=$(mktemp -d) # not local: removed when this program ends
   trap 'rm -rf "$site"' EXIT
-  packages "$site" --python-version "$PYTHON_VERSION" --implementation cp \
-    --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
-    --platform manylinux2014_x86_64 --platform manylinux1_x86_64 "${FLASHINFER[@]}"
+  packages_there "$site" "${FLASHINFER[@]}"
   # Sources that only compiling needs, 360 MB, stay here.
   rm -rf "$site"/flashinfer/data
   mkdir -p "$site/flashinfer/data/aot/$module"
@@ -102,13 +114,31 @@ flashinfer() {
   tar -C "$site" -czf "$CARRY/flashinfer.tar.gz" .
 }
 
+# The release of `make vllm33-env`. Its libraries, half a GB, and models stay here.
+vllm() {
+  local release
+  release=$(sed -n 's/^vllm==//p' integration/demo/vllm33_env/requirements.txt)
+  site=$(mktemp -d)
+  trap 'rm -rf "$site"' EXIT
+  "$PYTHON" - "$release" "$site" <<'END'
+import shutil, sys
+from tests.support import vllm_files
+shutil.copytree(vllm_files.wheel(sys.argv[1]), sys.argv[2], dirs_exist_ok=True)
+END
+  packages_there "$site" "${BESIDE_VLLM[@]}"
+  tar -C "$site" -cf - . | gzip -9 >"$CARRY/vllm.tar.gz"
+}
+
 mkdir -p "$CARRY"
 commit
 if [ "$with_kernels" = 1 ]; then kernels; fi
 if [ "$with_flashinfer" = 1 ]; then flashinfer; fi
+if [ "$with_vllm" = 1 ]; then vllm; fi
 kib=$(du -sk "$CARRY" | cut -f1)
 echo "$CARRY: $((kib / 1024)) MiB, $(tar -tzf "$CARRY/kernels.tar.gz" 2>/dev/null | grep -c cubin) kernels$(
   [ ! -f "$CARRY/flashinfer.tar.gz" ] || echo ", FlashInfer"
+)$(
+  [ ! -f "$CARRY/vllm.tar.gz" ] || echo ", vLLM"
 )"
 if [ "$kib" -gt "$MOST_KIB" ]; then
   echo "more than the $((MOST_KIB / 1024)) MiB that may travel; leave something out" >&2

@@ -4,6 +4,7 @@
 #   benchmarks/on_gpu.sh smoke          5 min: moe-nvlink verify, first tests, and first numbers
 #   benchmarks/on_gpu.sh numbers        9 min: constants of the clock, the benchmarks, ncu
 #   benchmarks/on_gpu.sh breadth        9 min: all of verify, GPU tests, sanitizers, litmus programs
+#   benchmarks/on_gpu.sh vllm           3 min: vLLM's MoE kernel with our prepare and finalize
 #   benchmarks/on_gpu.sh again NAME...  steps of these by name: what was mended, once more
 #   --rehearse  before the stage: the same steps, small, on CPU ranks and the stand-in for the driver
 #
@@ -68,6 +69,13 @@ if [ -d "$carry" ]; then
     GPU_STAGES_CARRIED="$GPU_STAGES_CARRIED, no FlashInfer (benchmarks/carry.sh packs it)"
   fi
 fi
+if [ -f "$carry/vllm.tar.gz" ] && mkdir "$scratch/vllm" &&
+  tar -xzf "$carry/vllm.tar.gz" -C "$scratch/vllm"; then
+  GPU_STAGES_CARRIED="$GPU_STAGES_CARRIED, vLLM's Python files"
+fi
+# Of the step that needs vLLM alone: other tests ask whether vLLM is installed. And vLLM would import
+# FlashInfer, of which only the exchange is here.
+if [ -d "$scratch/vllm" ]; then export GPU_STAGES_VLLM="$view:$scratch/vllm"; fi
 export GPU_STAGES_CARRIED
 
 places=(--results "$back")

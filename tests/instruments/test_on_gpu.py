@@ -133,7 +133,8 @@ def test_limits_add_up() -> None:
         longest = sum(max(step.limit_s for step in group) for group in stage.steps)
         assert START_S + longest <= stage.limit_s, stage.name
     limits = {name: stage.limit_s for name, stage in STAGES.items()}
-    assert limits == {"smoke": 265, "numbers": 530, "breadth": 540}
+    assert limits == {"smoke": 265, "numbers": 530, "breadth": 540, "vllm": 160}
+    assert limits.pop("vllm") <= AGAIN_S, "it has the time of `again`"
     assert sum(limits.values()) + AGAIN_S <= 30 * 60
     of_all = [step for stage in STAGES.values() for group in stage.steps for step in group]
     assert {step.name: step for step in of_all} == STEPS
@@ -296,6 +297,22 @@ def test_what_becomes_of_steps(conduct: Conduct, tmp_path: Path) -> None:
     bad = ("first", "stuck", "silent")
     assert said.endswith(f"NOT WELL: {', '.join(bad)}; again: on_gpu.sh again {' '.join(bad)}\n")
     assert gone(said)
+
+
+def test_a_step_with_a_path_of_its_own(
+    conduct: Conduct, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others do not see what it alone may import; without the folder it does not begin."""
+    (tmp_path / "own/such_a_package").mkdir(parents=True)
+    monkeypatch.setenv("ITS_PATH", f"{tmp_path}/elsewhere:{tmp_path}/own")
+    imports = "import such_a_package; print('imported')"
+    refuses = "import importlib.util as u; print(u.find_spec('such_a_package'))"
+    own = Step("own", 60, ("-c", imports), needs="such_a_package", path="ITS_PATH")
+    lacks = Step("lacks", 60, ("-c", ""), needs="another_package", path="ITS_PATH")
+    _status, found, _said = conduct((own,), (script("other", refuses),), (lacks,))
+    assert found["own"] == ("passed", "imported")
+    assert found["other"] == ("passed", "None")
+    assert found["lacks"][0] == "not run"
 
 
 def test_when_the_stages_time_is_over(conduct: Conduct) -> None:

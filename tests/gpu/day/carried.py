@@ -43,7 +43,15 @@ from moe_nvlink_plugin.verify.checks import Head, Rounds
 from moe_nvlink_plugin.verify.plan import Geometry, plan
 from tests.gpu.day import stand_in
 from tests.gpu.day.steps import STEPS
-from tests.support import comings, emulated, emulated_text, real_head, real_path, sanitized
+from tests.support import (
+    comings,
+    emulated,
+    emulated_text,
+    real_head,
+    real_path,
+    sanitized,
+    vllm_sizes,
+)
 from tests.support import ranks as processes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -198,11 +206,15 @@ def main() -> None:
     of_flashinfer()
     # The sanitizers' tests start programs, whose kernels of_benchmarks compiles. The others ask for
     # what real_path.py's tests ask for, the one after vLLM is loaded, the other on the GPU.
-    left_out = ("--ignore=tests/gpu/test_sanitizers.py", "--ignore=tests/gpu/test_quantisers.py")
+    # So does vLLM's layer, whose configurations are known without vLLM.
+    names = ("sanitizers", "quantisers", "vllm_experts")
+    left_out = [f"--ignore=tests/gpu/test_{name}.py" for name in names]
     on_the_gpu = "--deselect=tests/gpu/test_real_path.py::test_bad_input"
     ours = ("-q", "-p", "no:cacheprovider", "-m", "gpu", "-rf", "--timeout=300", "tests/gpu")
     with up_to_machine_code():
         of_benchmarks()
+        for config in vllm_sizes.gpu_configs():
+            of_config(config)
         status = pytest.main([*ours, *left_out, on_the_gpu], plugins=[OfTests()])
     found = len(list(Path(os.environ["MOE_NVLINK_CACHE_DIR"]).glob("*.cubin")))
     print(f"{found} files of machine code", flush=True)

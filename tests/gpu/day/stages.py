@@ -164,6 +164,8 @@ class Run:
             self._say(f"\n== {step.name}\n{' '.join([*set_here, *command])}")
             started = time.time()
             variables = self._environment | dict(step.variables)
+            if (path := self._environment.get(step.path)) is not None:
+                variables["PYTHONPATH"] = path
             status, last_line = self._run(command, variables, limit_s, prefix)
             outcome = self._judge(step, status, started, limit_s, last_line)
         self._say(f"== {outcome}")
@@ -174,9 +176,15 @@ class Run:
             return ENDED
         if self._left_s() < LEAST_S:
             return TIME_WAS_OVER
-        if step.needs and not self.rehearse and not importlib.util.find_spec(step.needs):
+        if step.needs and not self.rehearse and not self._has_what_it_needs(step):
             return f"{step.needs} was not carried (benchmarks/carry.sh) and is not installed"
         return ""
+
+    def _has_what_it_needs(self, step: Step) -> bool:
+        path = self._environment.get(step.path)
+        if path is not None:
+            return any(Path(folder, step.needs).is_dir() for folder in path.split(":"))
+        return importlib.util.find_spec(step.needs) is not None
 
     def _filled(self, part: str) -> str:
         return part.replace("{results}", self._prefix)

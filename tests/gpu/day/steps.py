@@ -21,6 +21,7 @@ class Step:
         command: what follows the interpreter. `{results}` is where the result file's name begins.
         rehearsed: what a rehearsal appends; if an option is given twice, the last one counts.
         needs: a module without which the step does not begin.
+        path: variable of the runner that holds this step's PYTHONPATH; "": it is the runner's.
         variables: of its environment, beside those of the runner.
     """
 
@@ -30,6 +31,7 @@ class Step:
     rehearsed: tuple[str, ...] = ()
     needs: str = ""
     variables: tuple[tuple[str, str], ...] = ()
+    path: str = ""
 
     @property
     def result(self) -> str | None:
@@ -207,7 +209,24 @@ BREADTH = Stage(
     ),
 )
 
-STAGES = {stage.name: stage for stage in (SMOKE, NUMBERS, BREADTH)}
+#: By itself: `benchmarks/carry.sh --vllm` packs what it needs, which few machines are sent.
+#: It has the time of `again`.
+VLLM = Stage(
+    "vllm",
+    160,
+    (
+        (
+            dataclasses.replace(
+                _tests("vllm-experts", 150, "tests/gpu/test_vllm_experts.py -s"),
+                needs="vllm",
+                path="GPU_STAGES_VLLM",
+                variables=(("VLLM_USE_DEEP_GEMM", "0"), ("VLLM_NO_USAGE_STATS", "1")),
+            ),
+        ),
+    ),
+)
+
+STAGES = {stage.name: stage for stage in (SMOKE, NUMBERS, BREADTH, VLLM)}
 STEPS = {step.name: step for stage in STAGES.values() for group in stage.steps for step in group}
 
 

@@ -24,8 +24,11 @@ from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm.backend import CARRIER
 from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
-
-NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY = 7, 3, 128, 6
+from tests.support.vllm_sizes import CAPACITY as CAPACITY
+from tests.support.vllm_sizes import HIDDEN_SIZE as HIDDEN_SIZE
+from tests.support.vllm_sizes import NUM_EXPERTS as NUM_EXPERTS
+from tests.support.vllm_sizes import TOP_K as TOP_K
+from tests.support.vllm_sizes import config_of as config_of
 
 #: One weight matrix per expert; any function that tells experts apart.
 EXPERTS = HIDDEN_SIZE**-0.5 * torch.randn(
@@ -33,19 +36,6 @@ EXPERTS = HIDDEN_SIZE**-0.5 * torch.randn(
 )
 #: Of experts that take floats; as much of FusedMoEQuantConfig as vLLM's kernel and ours look at.
 NO_QUANT: Any = SimpleNamespace(quant_dtype=None, a2_scale=None)
-
-
-def config_of(ep_size: int, ep_rank: int, **values: Any) -> AllToAllConfig:
-    usual: dict[str, Any] = {
-        "num_experts": NUM_EXPERTS,
-        "top_k": TOP_K,
-        "hidden_size": HIDDEN_SIZE,
-        "max_tokens_per_rank": CAPACITY,
-        "dtype": torch.float32,
-        "timeout_s": 60.0,
-        "received_ids": "elsewhere",
-    }
-    return AllToAllConfig(ep_size=ep_size, ep_rank=ep_rank, **{**usual, **values})
 
 
 def parallel_of(ep_size: int, rank: int, *, balances: bool = False) -> Any:
@@ -215,15 +205,16 @@ def take_cuda_branches(replace: Callable[[Any, str, Any], None]) -> None:
     replace(topk_weight_and_reduce, "ops", SimpleNamespace(moe_sum=_moe_sum))
 
 
-def format_of(experts: Any, options: Options) -> DispatchFormat:
+def format_of(
+    experts: Any, options: Options, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> DispatchFormat:
     """How rows of a layer of ours travel to such experts, with vLLM's quantiser as on GPUs."""
 
     def find_recipe(name: str) -> Any:
-        return MoeAllToAll.check(config_of(2, 0, recipe=name))
+        return MoeAllToAll.check(config_of(2, 0, recipe=name, dtype=dtype))
 
-    here = torch.device("cpu")
     taken = VllmExpertsInput.of(experts)
-    chosen = choose(taken, HIDDEN_SIZE, torch.float32, here, options, find_recipe)
+    chosen = choose(taken, HIDDEN_SIZE, dtype, torch.device(device), options, find_recipe)
     chosen = formats.laid_out_by_dispatch(chosen, taken, HIDDEN_SIZE)
     return dataclasses.replace(chosen, stand_in=None)
 
@@ -238,18 +229,20 @@ class Layer:
         subject_class: type[CudaPrepareAndFinalize] = CudaPrepareAndFinalize,
         experts: Experts | None = None,
         options: Options = DEFAULT_OPTIONS,
+        device: str = "cpu",
         **values: Any,
     ) -> None:
-        self.group = group
+        self.group, self.device = group, device
         self.experts = experts or Experts(LEFT_OPEN[left_open]())
-        self.format = format_of(self.experts, options)
+        self.format = format_of(self.experts, options, device, values.get("dtype", torch.float32))
         if self.format.recipe is not None:
             values["recipe"] = self.format.recipe.name
             values["scales_layout"] = self.format.scales_layout
         values["combine"] = options.combine
         config = config_of(group.size, group.rank, **values)
-        self.exchange = MoeAllToAll.create(config, group)
-        self.expert_map = expert_map_of(config)
+        self.exchange = MoeAllToAll.create(config, group, device)
+        placed = expert_map_of(config)
+        self.expert_map = None if placed is None else placed.to(device)
         self.subject = subject_class(self.exchange, self.expert_map, self.format)
         self.kernel = mk.FusedMoEKernel(self.subject, self.experts)
 
@@ -271,13 +264,22 @@ class Layer:
 
     def poison(self) -> None:
         """Fills what peers and experts will write with NaN, while no rank is in a round."""
-        self.group.all_gather_object(None)
+        self._meet()
         self.exchange.combine_input().fill_(float("nan"))
         for call in self.experts.calls[-1:]:
             for given in (call.hidden_states, call.a1q_scale):
                 if given is not None and given.ndim:
-                    # 0x7f is NaN in e4m3, two largest numbers in a byte, a scale of 1 in ue8m0.
-                    given.fill_(float("nan") if given.dtype.is_floating_point else 0x7F)
+                    if given.dtype.itemsize == 1:
+                        # NaN in e4m3, two largest numbers in a byte, a scale of 1 in ue8m0.
+                        given.view(torch.uint8).fill_(0x7F)
+                    else:
+                        given.fill_(float("nan") if given.dtype.is_floating_point else 0x7F)
+        self._meet()
+
+    def _meet(self) -> None:
+        """Waits until no rank has anything left to do."""
+        if self.device != "cpu":
+            torch.cuda.synchronize()
         self.group.all_gather_object(None)
 
     def close(self) -> None:

@@ -1,0 +1,343 @@
+"""vLLM's own Triton experts behind our dispatch, on any device, and one rank's without an exchange.
+
+On CPU tensors Triton's interpreter executes the kernels (test_vllm_triton_experts.py); on a GPU
+they are compiled (tests/gpu/test_vllm_experts.py). The kernels, the quantisers in Triton, and the
+classes around them are vLLM's; stand-ins in plain torch are here for the operators that only vLLM's
+CUDA build has. None of them reads a tensor's value on the host of a GPU, so that a CUDA graph can
+capture them. Needs vLLM and Triton.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers.fused_moe import config as vllm_config
+from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce, utils
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.fused_moe.prepare_finalize import MoEPrepareAndFinalizeNoDPEPModular
+from vllm.v1.worker.workspace import current_workspace_manager, init_workspace_manager
+
+from moe_nvlink_plugin.config import local_expert_range
+from tests.integration.vllm.moe.vllm_layer import (
+    CAPACITY,
+    HIDDEN_SIZE,
+    NUM_EXPERTS,
+    TOP_K,
+    Layer,
+    parallel_of,
+    take_cuda_branches,
+)
+from tests.support.vllm_sizes import GPU_WAIT_S
+
+INTERMEDIATE = 128
+#: Of activations; on CPU tensors the sums then differ by their order alone.
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+E4M3_MAX = 448.0
+#: Of the activations here, up to about 5.
+STATIC_SCALE = torch.tensor(0.0125)
+
+
+def _draw(*shape: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(sum(shape))
+    drawn: torch.Tensor = torch.randn(*shape, generator=random) * shape[-1] ** -0.5
+    return drawn
+
+
+#: Gate and up projection, and down projection, of all experts.
+W1 = _draw(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN_SIZE)
+W2 = _draw(NUM_EXPERTS, HIDDEN_SIZE, INTERMEDIATE)
+
+
+def _by_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    experts, rows, columns = weights.shape
+    blocks = weights.view(experts, rows // 128, 128, columns // 128, 128)
+    scales = blocks.abs().amax((2, 4)) / E4M3_MAX
+    rows_of = (blocks / scales[:, :, None, :, None]).view_as(weights)
+    return rows_of.to(torch.float8_e4m3fn), scales
+
+
+def _by_channel(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = weights.abs().amax(2, keepdim=True) / E4M3_MAX
+    return (weights / scales).to(torch.float8_e4m3fn), scales
+
+
+def _by_tensor(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = weights.abs().amax((1, 2)) / E4M3_MAX
+    return (weights / scales[:, None, None]).to(torch.float8_e4m3fn), scales
+
+
+def _by_channel_int8(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = weights.abs().amax(2, keepdim=True) / 127
+    return (weights / scales).round().to(torch.int8), scales
+
+
+def _as_they_are(weights: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return weights, None
+
+
+#: Name -> quantiser of weights, what vLLM's configuration makes of their scales, and the recipe by
+#: which rows must travel.
+SCHEMES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any, Any], Any], str | None]] = {
+    "unquantised": (_as_they_are, lambda _a, _b: vllm_config.FUSED_MOE_UNQUANTIZED_CONFIG, None),
+    "fp8 by blocks": (
+        _by_blocks,
+        lambda a, b: vllm_config.fp8_w8a8_moe_quant_config(a, b, block_shape=[128, 128]),
+        "fp8_block",
+    ),
+    "fp8 by token": (
+        _by_channel,
+        lambda a, b: vllm_config.fp8_w8a8_moe_quant_config(
+            a, b, per_act_token_quant=True, per_out_ch_quant=True
+        ),
+        "fp8_token",
+    ),
+    "fp8 by tensor": (
+        _by_tensor,
+        lambda a, b: vllm_config.fp8_w8a8_moe_quant_config(
+            a, b, a1_scale=STATIC_SCALE.to(a.device), a2_scale=STATIC_SCALE.to(a.device)
+        ),
+        "fp8_tensor",
+    ),
+    "int8 by token": (
+        _by_channel_int8,
+        lambda a, b: vllm_config.int8_w8a8_moe_quant_config(
+            a, b, a1_scale=None, a2_scale=None, per_act_token_quant=True
+        ),
+        None,
+    ),
+}
+
+
+# Stand-ins for operators that vLLM's CPU build does not have.
+
+
+def moe_align_block_size(
+    ids: torch.Tensor,
+    num_experts: int,
+    block_size: int,
+    sorted_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_padded: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    scatter_idx: torch.Tensor | None = None,
+) -> None:
+    """Places of all choices by expert, each expert's padded to whole blocks.
+
+    Raises an error for ids that the CUDA kernel would write out of bounds with (on the CPU, where
+    that can be asked).
+    """
+    assert scatter_idx is None
+    flat = ids.flatten().long()
+    if flat.device.type == "cpu":
+        assert bool((flat < num_experts).all()), "vLLM's kernel counts beyond its array"
+    device = flat.device
+    every = torch.arange(num_experts, device=device)
+    local = every if expert_map is None else expert_map.long()
+    is_kept = (flat >= 0) & (local[flat.clamp(min=0)] >= 0)
+    expert = torch.where(is_kept, flat, num_experts)  # those of no expert here come last
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
+    counts.scatter_add_(0, expert, torch.ones_like(expert))
+    blocks = (counts[:num_experts] + block_size - 1) // block_size
+    ends = blocks.cumsum(0)
+    # One element more than is handed out, for those that go nowhere.
+    places = torch.full((sorted_ids.numel() + 1,), flat.numel(), dtype=torch.int32, device=device)
+    begins = torch.cat(((ends - blocks) * block_size, ends.new_full((1,), sorted_ids.numel())))
+    in_order, order = expert.sort(stable=True)
+    number = torch.arange(flat.numel(), device=device) - (counts.cumsum(0) - counts)[in_order]
+    at = (begins[in_order] + torch.where(in_order < num_experts, number, 0)).long()
+    places.scatter_(0, at, order.to(torch.int32))
+    sorted_ids.copy_(places[:-1])
+    block = torch.arange(expert_ids.numel(), device=device)
+    of_block = torch.searchsorted(ends, block, right=True)
+    none = local.new_full((1,), -1)
+    expert_ids.copy_(torch.cat((local, none))[of_block])
+    num_padded.copy_(ends[-1:] * block_size)
+
+
+def _moe_sum(
+    rows: torch.Tensor,
+    output: torch.Tensor,
+    ids: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+) -> None:
+    if ids is not None:
+        is_computed = ids >= 0
+        if expert_map is not None:
+            is_computed &= expert_map[ids.clamp(min=0).long()] >= 0
+        rows = torch.where(is_computed.unsqueeze(-1), rows, 0)
+    output.copy_(rows.sum(1))
+
+
+def _silu_and_mul_per_block_quant(
+    rows: torch.Tensor, group_size: int, quant_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gate, up = rows.float().chunk(2, dim=-1)
+    return _quantise_by_group(torch.nn.functional.silu(gate) * up, group_size)
+
+
+def _quantise_by_group(
+    rows: torch.Tensor, group_size: int, **_options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    groups = rows.float().view(rows.shape[0], -1, group_size)
+    scales = groups.abs().amax(-1).clamp(min=1e-10) / E4M3_MAX
+    quantised = (groups / scales.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX)
+    return quantised.view_as(rows).to(torch.float8_e4m3fn), scales
+
+
+def _scaled_fp8_quant(
+    rows: torch.Tensor, scale: torch.Tensor | None = None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if scale is None:
+        by_token = options["use_per_token_if_dynamic"]
+        most = rows.float().abs().amax(1, keepdim=True) if by_token else rows.float().abs().max()
+        scale = most.clamp(min=1e-10) / E4M3_MAX
+    quantised = (rows.float() / scale).clamp(-E4M3_MAX, E4M3_MAX)
+    return quantised.to(torch.float8_e4m3fn), scale
+
+
+def _per_token_quant_int8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's Triton kernel rounds by a function of CUDA's libdevice, which is not interpreted."""
+    scales = rows.float().abs().amax(1, keepdim=True).clamp(min=1e-10) / 127
+    return (rows.float() / scales).round().to(torch.int8), scales
+
+
+_IN_TURN = threading.Lock()
+
+
+class Recording(TritonExperts):  # type: ignore[misc]
+    """Keeps what each call was handed; Triton's interpreter takes one thread at a time."""
+
+    calls: list[SimpleNamespace]
+
+    def apply(self, *args: Any, **given: Any) -> None:
+        self.calls.append(SimpleNamespace(**given))
+        with _IN_TURN:
+            super().apply(*args, **given)
+
+
+def _experts(
+    scheme: str, ep_size: int, ep_rank: int, device: str
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """One rank's experts, of all of a layer's, and their weights."""
+    quantise, config_of_scales, _recipe = SCHEMES[scheme]
+    first, end = local_expert_range(NUM_EXPERTS, ep_size, ep_rank)
+    (w1, scales1), (w2, scales2) = (quantise(weights[first:end].to(device)) for weights in (W1, W2))
+    if w1.dtype == torch.float32:
+        w1, w2 = w1.to(DTYPES[device]), w2.to(DTYPES[device])
+    moe = vllm_config.FusedMoEConfig(
+        num_experts=NUM_EXPERTS,
+        experts_per_token=TOP_K,
+        hidden_dim=HIDDEN_SIZE,
+        intermediate_size=INTERMEDIATE,
+        num_local_experts=end - first,
+        num_logical_experts=NUM_EXPERTS,
+        activation=MoEActivation.SILU,
+        device=device,
+        routing_method=vllm_config.RoutingMethodType.Renormalize,
+        moe_parallel_config=parallel_of(ep_size, ep_rank),
+        in_dtype=DTYPES[device],
+        max_num_tokens=CAPACITY,
+    )
+    experts = Recording(moe, config_of_scales(scales1, scales2))
+    experts.calls = []
+    return experts, w1, w2
+
+
+class TritonLayer(Layer):
+    """A rank's layer with vLLM's Triton experts."""
+
+    def __init__(self, group: Any, scheme: str, device: str = "cpu") -> None:
+        experts, self.w1, self.w2 = _experts(scheme, group.size, group.rank, device)
+        values: dict[str, Any] = {} if device == "cpu" else {"timeout_s": GPU_WAIT_S}
+        super().__init__(group, experts=experts, device=device, dtype=DTYPES[device], **values)
+
+    def __call__(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        return _computed(self.kernel, self.w1, self.w2, hidden, ids, weights, self.expert_map)
+
+
+def _computed(
+    kernel: Any,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
+) -> torch.Tensor:
+    result: torch.Tensor = kernel.impl.apply(
+        hidden_states=hidden,
+        w1=w1,
+        w2=w2,
+        topk_ids=ids,
+        topk_weights=weights,
+        activation=MoEActivation.SILU,
+        global_num_experts=NUM_EXPERTS,
+        expert_map=expert_map,
+    )
+    return result
+
+
+def on_one_rank(
+    scheme: str, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The layer of one rank with all experts, without an exchange."""
+    experts, w1, w2 = _experts(scheme, 1, 0, hidden.device.type)
+    kernel = mk.FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), experts)
+    # Without expert_map the kernels take no -1.
+    ids, weights = ids.clamp(min=0), torch.where(ids < 0, 0.0, weights)
+    # As many rows every time: Triton compiles anew for some numbers of them.
+    missing = CAPACITY - len(hidden)
+    hidden_rows, id_rows, weight_rows = (
+        torch.nn.functional.pad(each, (0, 0, 0, missing)) for each in (hidden, ids, weights)
+    )
+    computed = _computed(kernel, w1, w2, hidden_rows, id_rows, weight_rows, None)
+    return computed[: len(hidden)]
+
+
+def _silu_and_mul(output: torch.Tensor, rows: torch.Tensor) -> None:
+    gate, up = rows.float().chunk(2, dim=-1)
+    output.copy_(torch.nn.functional.silu(gate) * up)
+
+
+#: Keeps the operators that this module has defined.
+_defined: list[Any] = []
+
+
+def _define_activation() -> None:
+    if not hasattr(torch.ops._C, "silu_and_mul"):
+        library: Any = cast(Any, torch.library).Library("_C", "FRAGMENT")
+        library.define("silu_and_mul(Tensor(a!) result, Tensor input) -> ()")
+        library.impl("silu_and_mul", _silu_and_mul, "CompositeExplicitAutograd")
+        _defined.append(library)
+
+
+def stand_in(replace: Callable[[Any, str, Any], None], device: str = "cpu") -> None:
+    """Let vLLM's experts run on this device without vLLM's CUDA build. replace: setattr."""
+    if device == "cpu":
+        take_cuda_branches(replace)
+        replace(utils, "per_token_quant_int8", _per_token_quant_int8)
+    else:
+        replace(topk_weight_and_reduce, "ops", SimpleNamespace(moe_sum=_moe_sum))
+        init_workspace_manager(torch.device(device))
+    _define_activation()
+    replace(ops, "moe_align_block_size", moe_align_block_size)
+    replace(ops, "moe_sum", _moe_sum)
+    replace(ops, "scaled_fp8_quant", _scaled_fp8_quant)
+    replace(ops, "silu_and_mul_per_block_quant", _silu_and_mul_per_block_quant)
+    replace(utils, "per_token_group_quant_fp8", _quantise_by_group)
+
+
+def spoil_workspace(device: str) -> None:
+    """Fill what vLLM keeps for its experts' scratch with NaN, and let it be large enough."""
+    if device != "cpu":  # where a stand-in makes it anew, of NaN
+        (workspace,) = current_workspace_manager().get_simultaneous(((1 << 20,), torch.uint8))
+        workspace.fill_(0xFF)
