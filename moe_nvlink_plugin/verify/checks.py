@@ -104,18 +104,41 @@ def is_mismatch(wrong: str) -> bool:
     return wrong.startswith(f"{MismatchError.__name__}:")
 
 
+def _is_near(case: Case, device: torch.device) -> bool:
+    """Return whether codes may be one away, as compare.py says of nvfp4 on a GPU."""
+    return device.type == "cuda" and case.recipe == "nvfp4"
+
+
 class _Shared(NamedTuple):
-    """What other ranks need of a rank's round: its slots, and rows if codes may differ."""
+    """What other ranks need of a rank's round: its slots, and rows if codes may differ.
+
+    Attributes:
+        slots: where its tokens went.
+        packed: what it saw, with payloads as bytes, because torch pickles no FP8 tensor.
+        dtypes: of the payloads.
+    """
 
     slots: torch.Tensor
-    near: Seen | None
+    packed: Seen | None = None
+    dtypes: tuple[torch.dtype, ...] = ()
 
     @classmethod
     def of(cls, seen: Seen | None, *, near: bool) -> _Shared:
         """Return what others need; of a rank that has left, nothing."""
         if seen is None:
-            return cls(torch.empty((0, 1), dtype=torch.int32), None)
-        return cls(seen.send_slots, seen if near else None)
+            return cls(torch.empty((0, 1), dtype=torch.int32))
+        if not near:
+            return cls(seen.send_slots)
+        packed = tuple(payload.contiguous().view(torch.uint8) for payload in seen.payloads)
+        dtypes = tuple(payload.dtype for payload in seen.payloads)
+        return cls(seen.send_slots, seen._replace(payloads=packed), dtypes)
+
+    def seen(self) -> Seen | None:
+        """Return what the rank saw, if others need it."""
+        if self.packed is None:
+            return None
+        typed = zip(self.packed.payloads, self.dtypes, strict=True)
+        return self.packed._replace(payloads=tuple(rows.view(dtype) for rows, dtype in typed))
 
 
 class _Ran(NamedTuple):
@@ -168,7 +191,7 @@ class Rounds:
 
     def run(self, group: Group, device: torch.device) -> list[str]:
         """Run the rounds and compare. Collective; as Check.run."""
-        near = device.type == "cuda" and self.case.recipe == "nvfp4"
+        near = _is_near(self.case, device)
 
         def compared(ran: _Ran, everyones: list[list[_Shared]]) -> None:
             for place, (drawn, mine) in enumerate(zip(ran.drawn, ran.seen, strict=True)):
@@ -340,7 +363,7 @@ def _compare(
     compare.check_received_by(case, expected, rank, seen, slots, near=near, any_nan=drawn.by_caller)
     hidden = None
     if near:
-        everyones = [one.near for one in shared if one.near is not None]
+        everyones = [seen for one in shared if (seen := one.seen()) is not None]
         hidden = compare.received_activations(case, everyones, rank)
     mine = cases.among_active(case, inputs)[rank]
     compare.check_combined_by(case, mine, rank, seen, hidden)

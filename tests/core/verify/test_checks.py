@@ -6,14 +6,18 @@ import dataclasses
 import functools
 import re
 import threading
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_nvlink_plugin import MoeAllToAll, env
 from moe_nvlink_plugin.exchange import checks as exchange_checks
 from moe_nvlink_plugin.exchange.kernels import LAYER
+from moe_nvlink_plugin.groups import as_group
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.lm_head.kernels import HEAD
 from moe_nvlink_plugin.memory.layout import WorkspaceLayout
@@ -22,6 +26,7 @@ from moe_nvlink_plugin.verify import cases, checks
 from moe_nvlink_plugin.verify.cases import RECIPES
 from moe_nvlink_plugin.verify.checks import Check, Head, Rounds
 from moe_nvlink_plugin.verify.plan import Geometry, plan, unsuited
+from tests.support import ranks as processes
 from tests.support.delays import replace_once, slow_reader
 
 CPU = torch.device("cpu")
@@ -49,6 +54,22 @@ def test_the_whole_plan_holds() -> None:
     assert len({check.name for check in checks}) == len(checks)
     wrong = {check.name: outcomes(check) for check in checks}
     assert all(not any(of_check) for of_check in wrong.values()), wrong
+
+
+def of_near_codes(rank: int, _size: int) -> list[list[str]]:
+    """The rounds of a process whose nvfp4 codes may be one away, as those of a GPU are."""
+    group = dist.group.WORLD
+    assert group is not None
+    near = [check for check in plan(GEOMETRY, CPU, quick=False) if ", nvfp4" in check.name]
+    with mock.patch.object(checks, "_is_near", lambda case, _device: case.recipe == "nvfp4"):
+        return [check.run(as_group(group, 60.0), CPU) for check in near]
+
+
+def test_processes_tell_each_other_quantised_rows(tmp_path: Path) -> None:
+    """torch pickles no tensor of FP8."""
+    told = processes.run_processes(GEOMETRY.ep_size, of_near_codes, tmp_path)
+    assert len(told[0]) >= 2
+    assert told == [[[""] * GEOMETRY.ep_size] * len(told[0])] * GEOMETRY.ep_size
 
 
 @pytest.mark.parametrize("size", [1, 2])
