@@ -363,7 +363,7 @@ def _compare(
     compare.check_received_by(case, expected, rank, seen, slots, near=near, any_nan=drawn.by_caller)
     hidden = None
     if near:
-        everyones = [seen for one in shared if (seen := one.seen()) is not None]
+        everyones = [told for one in shared if (told := one.seen()) is not None]
         hidden = compare.received_activations(case, everyones, rank)
     mine = cases.among_active(case, inputs)[rank]
     compare.check_combined_by(case, mine, rank, seen, hidden)
