@@ -695,7 +695,7 @@ def _refused_dispatches(subject: Any, payloads: list[torch.Tensor]) -> None:
 
 def mask_of(ranks: Sequence[int], ep_size: int) -> torch.Tensor:
     mask: torch.Tensor = flashinfer.comm.moe_a2a_active_rank_mask(ranks, ep_size)
-    return mask.to(wires.DEVICE)
+    return mask
 
 
 def without_last(work: Work, ep_size: int, num_experts: int) -> Work:
