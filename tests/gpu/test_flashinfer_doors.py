@@ -25,7 +25,6 @@ CASES = (
     "rounds_without_the_last_rank",
     "flashinfers_own_backend_on_the_drop_in",
     "statistics_of_experts",
-    "flashinfers_layer_with_experts_in_torch",
 )
 
 pytestmark = [
