@@ -44,7 +44,7 @@ def load(document: Path = Path("README.md")) -> list[Result]:
     """Read every result file, oldest first: each name begins with the date.
 
     The files of a second set of one day have its number after the machine, as in
-    `2026-11-26-h200-2-moe-comm.json`. Folders hold what is no whole result, and nothing reads them.
+    `2026-11-26-h200-2-emulated.json`. Folders hold what is no whole result, and nothing reads them.
 
     Raises:
         ReportError: a file is not a JSON object, or its run did not end.
