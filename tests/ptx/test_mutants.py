@@ -487,10 +487,14 @@ LONG = {"nvfp4"}
 
 
 class Redundant(NamedTuple):
-    """Mutants that nothing reports, by a pattern of their names, and why."""
+    """Mutants that nothing reports, by a pattern of their names, and why.
+
+    `sometimes`: some schedules report it all the same, so it is no fault of the list if one does.
+    """
 
     mutant: str
     reason: str
+    sometimes: bool = False
 
 
 OWN_RANK = "only kernels of this rank use the word while they run; .gpu holds them"
@@ -532,6 +536,12 @@ REDUNDANT = (
     Redundant(
         r"end_taking: .*store_relaxed_gpu.*: scope cta$",
         "this thread's atomic has observed all the others, which come before the store therefore",
+    ),
+    Redundant(
+        r"receive_round > await_previous_round > await_combine .*\(2 of 2\): scope gpu$",
+        "as below; but where a peer's next signal comes while a thread looks a second time, its "
+        "store races with the look",
+        sometimes=True,
     ),
     Redundant(
         rf"receive_round > await_previous_round > {AWAITED}",
@@ -588,9 +598,15 @@ PAIRS = {
 }
 
 
+def redundant_of(mutant: Mutant) -> Redundant | None:
+    """The entry of a mutant that nothing need report; None if something must."""
+    return next((each for each in REDUNDANT if re.search(each.mutant, str(mutant))), None)
+
+
 def reason_of(mutant: Mutant) -> str | None:
-    """Why nothing can report a mutant; None if something must."""
-    return next((each.reason for each in REDUNDANT if re.search(each.mutant, str(mutant))), None)
+    """Why nothing need report a mutant; None if something must."""
+    listed = redundant_of(mutant)
+    return None if listed is None else listed.reason
 
 
 def all_mutants(group: Group) -> list[Mutant]:
@@ -609,10 +625,13 @@ def check(group: Group, seeds: Sequence[int]) -> None:
         for seed, run in itertools.product(seeds or SEEDS[:1], group.runs):
             run(seed)
         for mutant in all_mutants(group):
-            reason = reason_of(mutant)
-            finding = mutants.find(mutant, runs_of(group, SEEDS if reason is None else seeds))
-            if (finding is None) == (reason is None):
-                wrong.append(f"{mutant}\n  {finding or 'not reported'}\n  {reason or 'not listed'}")
+            listed = redundant_of(mutant)
+            if listed is not None and listed.sometimes:
+                continue
+            finding = mutants.find(mutant, runs_of(group, SEEDS if listed is None else seeds))
+            if (finding is None) == (listed is None):
+                reason = "not listed" if listed is None else listed.reason
+                wrong.append(f"{mutant}\n  {finding or 'not reported'}\n  {reason}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -644,7 +663,7 @@ def test_tables_name_mutants() -> None:
     every = [mutant for group in groups for mutant in all_mutants(group)]
     for redundant in REDUNDANT:
         assert any(re.search(redundant.mutant, str(mutant)) for mutant in every), redundant
-    needed = [str(mutant) for mutant in every if reason_of(mutant) is None]
+    needed = [str(mutant) for mutant in every if redundant_of(mutant) is None]
     for pattern in itertools.chain(*PAIRS.values()):
         assert any(re.search(pattern, name) for name in needed), pattern
 
