@@ -182,11 +182,16 @@ def _silu_and_mul_per_block_quant(
     return _quantise_by_group(torch.nn.functional.silu(gate) * up, group_size)
 
 
+def _divided(most: torch.Tensor, largest: float) -> torch.Tensor:
+    """Scales. On CUDA torch divides by a number by its reciprocal, which moves codes at ties."""
+    return most / torch.full_like(most, largest)
+
+
 def _quantise_by_group(
     rows: torch.Tensor, group_size: int, **_options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     groups = rows.float().view(rows.shape[0], -1, group_size)
-    scales = groups.abs().amax(-1).clamp(min=1e-10) / E4M3_MAX
+    scales = _divided(groups.abs().amax(-1).clamp(min=1e-10), E4M3_MAX)
     quantised = (groups / scales.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX)
     return quantised.view_as(rows).to(torch.float8_e4m3fn), scales
 
@@ -197,7 +202,7 @@ def _scaled_fp8_quant(
     if scale is None:
         by_token = options["use_per_token_if_dynamic"]
         most = rows.float().abs().amax(1, keepdim=True) if by_token else rows.float().abs().max()
-        scale = most.clamp(min=1e-10) / E4M3_MAX
+        scale = _divided(most.clamp(min=1e-10), E4M3_MAX)
     quantised = (rows.float() / scale).clamp(-E4M3_MAX, E4M3_MAX)
     return quantised.to(torch.float8_e4m3fn), scale
 
