@@ -3,11 +3,13 @@
     python benchmarks/bench_serve.py --output_file benchmarks/results/DATE-cpu-serve.json
     python benchmarks/bench_serve.py --hidden_size 1024 --num_experts 16
     python benchmarks/bench_serve.py --size 1.7B --against tensor_parallel one_rank
-    python benchmarks/bench_serve.py --against one_rank ../another_checkout --ep_size 4
+    python benchmarks/bench_serve.py --size 1.7B --ep_size 4 --against moe_nvlink_tp2
+    python benchmarks/bench_serve.py --against one_rank ../another_checkout
 
 The others are gloo's collectives behind our seams, vLLM's tensor parallelism over as many ranks, a
-server of one rank, and ours as another checkout has it. The servers have the same vLLM, model and
-flags, and the ranks of each divide all cores among their threads.
+server of one rank, ours with tensor parallelism of two, and ours as another checkout has it. The
+servers have the same vLLM, model and flags, and the ranks of each divide all cores among their
+threads.
 
 In float32, the demo's type, nothing is reported unless every token equals the one-rank server's. In
 bf16, that of the larger models, a sum in another order may choose another token. So there an answer
@@ -39,6 +41,7 @@ from benchmarks.reporting.files import Result
 from benchmarks.serving import gloo_plugin, measure
 from benchmarks.serving.servers import (
     OURS,
+    OURS_IN_PAIRS,
     PLAIN,
     ExpertParallelServer,
     NotExchangedError,
@@ -54,7 +57,7 @@ PROMPT_TOKENS = 4
 #: VllmServer's --max-model-len.
 MOST_TOKENS = 512
 #: Servers by name, for --against.
-PEERS = (gloo_plugin.NAME, *PLAIN)
+PEERS = (gloo_plugin.NAME, OURS_IN_PAIRS, *PLAIN)
 SHOWS = (
     "HTTP requests to vLLM servers whose workers, API server and client share the cores of "
     "one machine; tokens per second from sending a wave of requests to its last answer, the first "
@@ -119,6 +122,10 @@ class Options:
             )
         for name in self.against:
             _check_peer(name)
+        if OURS_IN_PAIRS in self.against and self.ep_size % 2:
+            raise ValueError(
+                f"--against {OURS_IN_PAIRS} with --ep_size {self.ep_size}: choose an even number"
+            )
 
 
 def _check_peer(name: str) -> None:

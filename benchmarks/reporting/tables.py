@@ -22,6 +22,7 @@ NAMES = {
     "gloo_ag_rs_unpacked": "gloo all-gather + reduce-scatter, a collective for each tensor",
     "one_rank": "none: a server of one rank",
     "tensor_parallel": "none: tensor parallelism",
+    "moe_nvlink_tp2": "moe_nvlink, pairs of ranks in tensor parallelism",
     "nccl_gather": "NCCL all-gather + reduce-scatter",
     "flashinfer": "FlashInfer moe_a2a",
     "flashinfer_cake": "FlashInfer moe_a2a, cake",

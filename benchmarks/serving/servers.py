@@ -19,6 +19,8 @@ from moe_nvlink_plugin.integration.demo.server import ServerError, VllmServer
 from . import gloo_plugin, plugins
 
 OURS = "moe_nvlink"
+#: Ours with pairs of ranks that divide attention, and half as many that divide requests.
+OURS_IN_PAIRS = "moe_nvlink_tp2"
 #: A server without expert parallelism and without any plugin.
 ONE_RANK = "one_rank"
 #: vLLM's --tensor-parallel-size, without any plugin: each rank has a part of every expert.
@@ -42,21 +44,27 @@ class NotExchangedError(Exception):
     """A server's MoE layers did not go through the exchange that it was started with."""
 
 
+def tp_size_of(backend: str, num_ranks: int) -> int:
+    """Return how many of a server's ranks have the same requests, and a part of each product."""
+    return {TENSOR_PARALLEL: num_ranks, OURS_IN_PAIRS: 2}.get(backend, 1)
+
+
 def arguments_of(backend: str, num_ranks: int, num_requests: int, dtype: str) -> tuple[str, ...]:
     """Return vLLM's flags of a server of so many ranks, to which so many requests are sent at once.
 
     Data-parallel ranks divide the requests, tensor-parallel ones have all of them.
     """
-    each = num_requests if backend in PLAIN else -(-num_requests // num_ranks)
+    tp_size = tp_size_of(backend, num_ranks)
+    dp_size = num_ranks // tp_size
+    each = -(-num_requests // dp_size)
     common = (
         *(f"--dtype={dtype}", EAGER, f"--max-num-seqs={each}"),
         f"--kv-cache-memory-bytes={KV_CACHE_BYTES // num_ranks}",
     )
-    if backend == TENSOR_PARALLEL:  # vLLM has no such ranks in one process
-        return (f"--tensor-parallel-size={num_ranks}", *common)
-    if backend == ONE_RANK:
-        return (*common, ONE_PROCESS)
-    return (*SERVE_FLAGS, f"--data-parallel-size={num_ranks}", *common, ONE_PROCESS)
+    exchange = () if backend in PLAIN else (*SERVE_FLAGS, f"--data-parallel-size={dp_size}")
+    # vLLM has no tensor-parallel ranks in one process.
+    ranks = (ONE_PROCESS,) if tp_size == 1 else (f"--tensor-parallel-size={tp_size}",)
+    return (*exchange, *common, *ranks)
 
 
 def threads_of(num_ranks: int) -> int:
@@ -67,7 +75,8 @@ def threads_of(num_ranks: int) -> int:
 class ExpertParallelServer:
     """Data-parallel ranks whose experts are shared, with the exchange of `backend`; or a PLAIN one.
 
-    backend: OURS, as it is installed; the peer; one of PLAIN; or the folder of another checkout.
+    backend: OURS or OURS_IN_PAIRS, as it is installed; the peer; one of PLAIN; or the folder of
+    another checkout.
     """
 
     def __init__(
@@ -86,6 +95,7 @@ class ExpertParallelServer:
         self.name = backend
         self.num_ranks = 1 if backend == ONE_RANK else num_ranks
         self.ep_size = 1 if backend in PLAIN else num_ranks
+        self.dp_size = self.num_ranks // tp_size_of(backend, self.num_ranks)
         self.threads = threads_of(self.num_ranks)
         stem = backend.strip("/").replace("/", "-")
         self._stats_folder = folder / f"stats-{stem}"
@@ -98,7 +108,7 @@ class ExpertParallelServer:
             source = Path(gloo_plugin.__file__)
             plugin = plugins.install(source, "vllm.general_plugins", "register", folder / "plugin")
             environment["PYTHONPATH"] = str(plugin.resolve())
-        elif backend not in (OURS, *PLAIN):
+        elif backend not in (OURS, OURS_IN_PAIRS, *PLAIN):
             # Without PYTHONSAFEPATH, the folder in which the benchmark was started would precede.
             environment |= {"PYTHONPATH": str(Path(backend).resolve()), "PYTHONSAFEPATH": "1"}
         self.server = VllmServer(
@@ -130,18 +140,18 @@ class ExpertParallelServer:
         return [int(worker.memory_full_info().pss) for worker in found]
 
     def answer(self, prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
-        """Return greedy tokens for prompts that are sent at once, prompt i to rank i % ep_size."""
+        """Return greedy tokens for prompts that are sent at once, prompt i to share i % dp_size."""
 
         def complete(rank: int) -> list[list[int]]:
-            share = prompts[rank :: self.ep_size]
+            share = prompts[rank :: self.dp_size]
             answers = self.server.complete(share, max_tokens=length, rank=rank, timeout_s=ANSWER_S)
             return [answer.token_ids for answer in answers]
 
         found: list[list[int]] = [[] for _ in prompts]
-        ranks = range(min(self.ep_size, len(prompts)))
-        with ThreadPoolExecutor(self.ep_size) as pool:
+        ranks = range(min(self.dp_size, len(prompts)))
+        with ThreadPoolExecutor(self.dp_size) as pool:
             for rank, answers in zip(ranks, pool.map(complete, ranks), strict=True):
-                found[rank :: self.ep_size] = answers
+                found[rank :: self.dp_size] = answers
         return found
 
     def counters(self) -> list[dict[str, Any]]:

@@ -267,6 +267,11 @@ def test_counters_must_show_the_exchange(
     [
         ("moe_nvlink", 2, {"--max-num-seqs=17", "--enable-expert-parallel"}, "--tensor"),
         ("gloo_ag_rs", 4, {"--max-num-seqs=9", "--data-parallel-size=4"}, "--tensor"),
+        (
+            *("moe_nvlink_tp2", 4),
+            {"--max-num-seqs=17", "--data-parallel-size=2", "--tensor-parallel-size=2"},
+            "--distributed-executor",
+        ),
         ("tensor_parallel", 2, {"--max-num-seqs=33", "--tensor-parallel-size=2"}, "--data"),
         ("one_rank", 1, {"--max-num-seqs=33", f"--kv-cache-memory-bytes={256 << 20}"}, "--data"),
     ],
@@ -277,7 +282,7 @@ def test_the_flags_of_a_server(backend: str, num_ranks: int, flags: set[str], ab
     assert not any(flag.startswith(absent) for flag in found)
     # Tensor-parallel ranks cannot be one process.
     has_one_process = any("UniProcExecutor" in flag for flag in found)
-    assert has_one_process == (backend != "tensor_parallel")
+    assert has_one_process == (backend not in ("tensor_parallel", "moe_nvlink_tp2"))
 
 
 def test_ranks_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,29 +298,32 @@ class StartedVllm:
 
 
 @pytest.mark.parametrize(
-    ("backend", "num_ranks", "ep_size", "has_plugins"),
+    ("backend", "num_ranks", "ep_size", "dp_size", "has_plugins"),
     [
-        ("moe_nvlink", 2, 2, True),
-        ("gloo_ag_rs", 2, 2, True),
-        ("tensor_parallel", 2, 1, False),
-        ("one_rank", 1, 1, False),
+        ("moe_nvlink", 4, 4, 4, True),
+        ("moe_nvlink_tp2", 4, 4, 2, True),
+        ("gloo_ag_rs", 4, 4, 4, True),
+        ("tensor_parallel", 4, 1, 1, False),
+        ("one_rank", 1, 1, 1, False),
     ],
 )
 def test_how_a_server_is_started(
     backend: str,
     num_ranks: int,
     ep_size: int,
+    dp_size: int,
     has_plugins: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(servers, "VllmServer", StartedVllm)
-    made = servers.ExpertParallelServer(backend, tmp_path, tmp_path, 4, 2)
-    assert (made.num_ranks, made.ep_size) == (num_ranks, ep_size)
+    made = servers.ExpertParallelServer(backend, tmp_path, tmp_path, 8, 4)
+    assert (made.num_ranks, made.ep_size, made.dp_size) == (num_ranks, ep_size, dp_size)
     given = vars(made.server)["given"]
+    assert "PYTHONSAFEPATH" not in given["environment"]
     assert given["with_plugins"] is has_plugins
     assert given["environment"]["OMP_NUM_THREADS"] == str(servers.threads_of(num_ranks))
-    assert given["arguments"] == servers.arguments_of(backend, num_ranks, 4, "float32")
+    assert given["arguments"] == servers.arguments_of(backend, num_ranks, 8, "float32")
 
 
 def titled(title: str) -> subprocess.Popen[bytes]:
@@ -478,6 +486,10 @@ def test_nothing_is_written_after_a_wrong_token(
         (["--hidden_size", "200"], "no multiple of 128"),
         (["--top_k", "17"], "a top_k between 1 and their number"),
         (["--num_experts", "18", "--ep_size", "4"], "a multiple of 4 ranks"),
+        (
+            ["--against", "moe_nvlink_tp2", "--ep_size", "3", "--num_experts", "18"],
+            "an even number",
+        ),
         (["--against", "nowhere"], "one_rank, tensor_parallel, or the folder of a checkout"),
         (["--size", "7B"], "choose from"),
         (["--size", "0.2B", "--layers", "2"], "--layers changes the demo's model"),
