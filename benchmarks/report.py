@@ -128,6 +128,7 @@ TABLES: dict[str, Table | Pair] = {
     "serve-0.2B": Table("*-cpu-serve-0.2B.json", tables.serve),
     "serve-1.7B": Table("*-cpu-serve-1.7B.json", tables.serve),
     "serve-1.7B-4": Table("*-cpu-serve-1.7B-4.json", tables.serve),
+    "deaths": Table("*-cpu-deaths.json", tables.deaths),
     "exchange-two": Table("*-cpu-ep2.json", tables.moe_comm_alone),
     "exchange-all": Table(CPU_TABLE, tables.moe_comm),
     "gpu-ratios": Table(GPU_TABLE, tables.ratios),

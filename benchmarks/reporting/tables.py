@@ -511,6 +511,35 @@ def _clocked(rows: Sequence[Row]) -> str:
     return table(heads, [[str(cell) for cell in line] for line in wide.reset_index().to_numpy()])
 
 
+# --- kind "deaths": bench_deaths.py ---------------------------------------------------------------
+
+
+def deaths(result: Result) -> str:
+    """Render how soon the others are right again after a death, and what a return takes."""
+    frame = pd.DataFrame(result.data["rows"])
+    body = [
+        [f"{what}: {name}, {unit}", f"{take(frame[column]):.{digits}f}"]
+        for what, column, unit, digits in (
+            ("from a kill to the next right round of every other rank", "back_s", "s", 2),
+            ("`renew`, in which a process takes the dead one's place", "renewal_ms", "ms", 0),
+        )
+        for name, take in (("median", pd.Series.median), ("most", pd.Series.max))
+    ]
+    rounds = result.data["rounds"]
+    counts = [
+        ["ranks killed and replaced", str(len(frame))],
+        ["rounds of a rank, every bit right", f"{rounds:,}"],
+        ["rounds lost: those that the killed ranks were in", f"at most {len(frame)}"],
+        ["left in /dev/shm", "nothing"],
+    ]
+    text = (
+        "{ep_size} CPU ranks, up to {tokens} tokens of {hidden_size}, timeout {timeout_s:g} s, "
+        "for {measured_s:.0f} s"
+    )
+    method = text.format(**result.options, measured_s=result.data["measured_s"])
+    return shown(result, method, table(("what", "found"), counts + body))
+
+
 # --- kind "sync": bench_sync.py -------------------------------------------------------------------
 
 
