@@ -44,7 +44,7 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
         super().__init__(engine, parallel_config)
         self.status_type: Any = EngineStatusType.HEALTHY
         if hasattr(engine, "dp_group"):
-            bound_waits(engine.dp_group)  # its workers have warmed up
+            bound_waits(engine.dp_group, parallel_config)  # its workers have warmed up
         #: Data-parallel ranks that have died, in this retry or before.
         self.dead: tuple[int, ...] = ()
         #: Experts that only these have, as ranges `8-15`.
@@ -142,7 +142,7 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
             return_store=True,
             timeout=MEETING_LIMIT,
         )
-        bound_waits(engine.dp_group)
+        bound_waits(engine.dp_group, parallel)
         return {
             "new_stateless_dp_group_ports": told["worker_ports"],
             "alive": alive,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class MoeNvlinkWorkerSentinel(WorkerSentinel):
             backend="gloo",
             timeout=MEETING_LIMIT,
         )
-        bound_waits(group.cpu_group)
+        bound_waits(group.cpu_group, group)
         if current_platform.is_cpu():
             group.device_group = group.cpu_group
         elif dead:
@@ -89,19 +90,31 @@ class MoeNvlinkWorkerSentinel(WorkerSentinel):
         return ranges([expert for of_rank in owned for expert in of_rank])
 
 
-def bound_waits(group: Any) -> None:
+def bound_waits(group: Any, passes_on: Any) -> None:
     """Let ranks wait less long for one another in a gloo group of vLLM's. Local.
 
-    Between two steps vLLM's ranks meet there, and its own limit is half an hour: a rank that stops
-    or dies just then would hold the others as long.
+    Between two steps vLLM's ranks meet there, and its own limit is half an hour, or none: a rank
+    that stops or dies just then would hold the others as long.
+
+    Args:
+        group: the group.
+        passes_on: the coordinator of a worker's group, or the ParallelConfig of an engine, from
+            which vLLM 0.33 takes the limit of each wait. Without one there, it sets none.
     """
     limit = datetime.timedelta(seconds=STEPS_LIMIT * env.timeout_s(FAULT_TIMEOUT_S))
     group._get_backend(torch.device("cpu"))._set_default_timeout(limit)
+    if hasattr(passes_on, "cpu_timeout"):
+        passes_on.cpu_timeout = min(limit, passes_on.cpu_timeout or limit)
+    if hasattr(passes_on, "cpu_distributed_timeout_seconds"):
+        whole = math.ceil(limit.total_seconds())
+        asked = passes_on.cpu_distributed_timeout_seconds or whole
+        passes_on.cpu_distributed_timeout_seconds = min(whole, asked)
 
 
 def bound_waits_of_steps() -> None:
     """Bound the waits in which this worker meets the others before a step. Local."""
-    bound_waits(get_dp_group().cpu_group)
+    coordinator = get_dp_group()
+    bound_waits(coordinator.cpu_group, coordinator)
 
 
 def ranges(numbers: list[int]) -> list[str]:

@@ -36,6 +36,9 @@ _E2E = f"{_SERVERS}/test_vllm_e2e.py"
 _TRITON_EXPERTS = "tests/integration/vllm/moe/test_vllm_triton_experts.py"
 _TRITON_RANKS = "tests/integration/vllm/moe/test_vllm_experts_ranks.py"
 _ONE_RANK = f"{_E2E}::test_tokens_equal_those_of_one_rank"
+_FAULTS = f"{_SERVERS}/test_faults_e2e.py"
+_STOP = f"{_FAULTS}::test_a_rank_that_has_stopped_for_a_while"
+_DEATH = f"{_FAULTS}::test_a_rank_that_has_died"
 _LATENT = f"{_E2E}::test_latent_attention"
 _DRAFTS = f"{_SERVERS}/test_mtp_e2e.py"
 _SCHEDULER = f"{_SERVERS}/test_scheduler_e2e.py::test"
@@ -72,6 +75,8 @@ LONG = {
     "triton experts, three ranks": Run((_TRITON_EXPERTS,), TRITON, marked="long"),
     "adapter": Run(("tests/integration/vllm",), minutes=20, may_skip="Triton does not run here"),
     "servers": Run((_E2E,), minutes=15),
+    "faults": Run((_FAULTS,), minutes=15, marked="long or not long"),
+    "v2 faults": Run((_STOP, _DEATH), V2, 15, "long or not long"),
     "v2 servers": Run((_E2E,), V2, minutes=15),
     "v2 models": Run((_ONE_RANK,), V2, minutes=25, marked="long"),
     "v2 latent attention": Run((_LATENT,), V2, marked="long"),

@@ -14,6 +14,9 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
+from vllm.config import ParallelConfig
+from vllm.distributed import utils as distributed
+from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.engine import EngineStatusType
 from vllm.v1.fault_tolerance import engine_core_sentinel
 from vllm.v1.fault_tolerance.utils import FaultToleranceRequest
@@ -106,7 +109,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 @pytest.fixture(autouse=True)
 def no_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups here are names."""
-    monkeypatch.setattr(engines, "bound_waits", lambda _group: None)
+    monkeypatch.setattr(engines, "bound_waits", lambda _group, _passes_on: None)
 
 
 def sentinels(*running: bool) -> list[MoeNvlinkEngineSentinel]:
@@ -345,10 +348,43 @@ def test_ranks_wait_less_long_in_vllms_groups(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("MOE_NVLINK_TIMEOUT_S", "2")
     limits: list[datetime.timedelta] = []
     backend = SimpleNamespace(_set_default_timeout=limits.append)
-    bound_waits(SimpleNamespace(_get_backend=lambda _device: backend))
+    group = SimpleNamespace(_get_backend=lambda _device: backend)
+    bound_waits(group, None)
     monkeypatch.delenv("MOE_NVLINK_TIMEOUT_S")
-    bound_waits(SimpleNamespace(_get_backend=lambda _device: backend))
+    bound_waits(group, None)
     assert [limit.total_seconds() for limit in limits] == [6, 30]
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, 7), (5, 5), (900, 7)])
+def test_a_limit_that_vllm_passes_to_each_wait_is_bounded(
+    asked: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33 does, in engines and in its second model runner; the group's own then says nothing.
+
+    Without the option --cpu-distributed-timeout-seconds it passes that there is no limit.
+    """
+    if not hasattr(distributed, "cpu_all_reduce_"):
+        pytest.skip("this vLLM passes no limit")
+    passed: list[Any] = []
+
+    def all_reduce(tensor: Any, _group: Any, timeout: Any = None) -> Any:
+        passed.append(timeout.total_seconds())
+        return tensor
+
+    monkeypatch.setenv("MOE_NVLINK_TIMEOUT_S", "2.1")
+    monkeypatch.setattr("vllm.config.parallel.cpu_all_reduce_", all_reduce)
+    monkeypatch.setattr("vllm.distributed.parallel_state.cpu_all_reduce_", all_reduce)
+    backend = SimpleNamespace(_set_default_timeout=lambda _limit: None)
+    group: Any = SimpleNamespace(_get_backend=lambda _device: backend, size=lambda: 2)
+    config: Any = ParallelConfig(cpu_distributed_timeout_seconds=asked)
+    coordinator: Any = GroupCoordinator.__new__(GroupCoordinator)
+    coordinator.cpu_group, coordinator.cpu_timeout = group, config.cpu_distributed_timeout
+    bound_waits(group, config)
+    bound_waits(group, coordinator)
+    config.sync_dp_state(group, has_unfinished=True, pending_pause=False)
+    coordinator.cpu_all_reduce_(torch.ones(1))
+    assert passed[0] == expected
+    assert passed[1] == pytest.approx(min(expected, 6.3))
 
 
 def test_ranges() -> None:
