@@ -69,8 +69,8 @@ class Run(NamedTuple):
 SHORT = {"v2 runner": Run((f"{_ONE_RANK}[gpt-oss dp2-model3-2-arguments3]",), V2)}
 #: Not here, because it is refused with the V2 runner on CPU ranks: load balancing.
 LONG = {
-    "triton experts": Run((_TRITON_EXPERTS, _MXFP4_EXPERTS, _TRITON_RANKS), TRITON),
-    "triton experts, three ranks": Run((_TRITON_EXPERTS, _MXFP4_EXPERTS), TRITON, marked="long"),
+    "triton experts": Run((_TRITON_EXPERTS, _MXFP4_EXPERTS, _TRITON_RANKS), TRITON, minutes=20),
+    "triton experts, three ranks": Run((_TRITON_EXPERTS, _MXFP4_EXPERTS), TRITON, 20, "long"),
     "adapter": Run(("tests/integration/vllm",), minutes=20, may_skip="Triton does not run here"),
     "servers": Run((_E2E,), minutes=15),
     "v2 servers": Run((_E2E,), V2, minutes=15),

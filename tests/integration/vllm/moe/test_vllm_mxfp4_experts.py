@@ -1,7 +1,8 @@
 """vLLM's experts of MXFP4 weights in Triton behind our dispatch, executed by Triton's interpreter.
 
 What several ranks compute, with expert_map, ids of experts elsewhere, padding, and empty slots that
-hold NaN, must be the dense product with dequantised weights. vllm_mxfp4.py names the stand-ins.
+hold NaN, must be the dense product with dequantised weights. interpreted_kernels.py names the
+stand-ins.
 
 Triton is in the environment of `make vllm33-env`, with TRITON_INTERPRET=1.
 """
@@ -32,9 +33,16 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.integration.vllm.moe import vllm_mxfp4
+from tests.integration.vllm.moe import interpreted_kernels, vllm_triton
 from tests.integration.vllm.moe.vllm_layer import CAPACITY
-from tests.integration.vllm.moe.vllm_mxfp4 import HIDDEN, KINDS, Mxfp4Layer, dense, rows_and_choices
+from tests.integration.vllm.moe.vllm_mxfp4 import (
+    HIDDEN,
+    KINDS,
+    LAYOUTS,
+    Mxfp4Layer,
+    dense,
+    rows_and_choices,
+)
 
 pytestmark = [pytest.mark.usefixtures("environment"), pytest.mark.timeout(600)]
 #: Of the largest number. Rounded to BF16, and not by `dense`: the output for each choice, a rank's
@@ -42,9 +50,11 @@ pytestmark = [pytest.mark.usefixtures("environment"), pytest.mark.timeout(600)]
 MOST_ERROR = 2**-6
 
 
-@pytest.fixture(autouse=True)
-def on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm_mxfp4.stand_in(functools.partial(monkeypatch.setattr, raising=False))
+@pytest.fixture(params=LAYOUTS, ids=lambda capability: f"sm_{capability}", autouse=True)
+def on_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = functools.partial(monkeypatch.setattr, raising=False)
+    vllm_triton.stand_in(replace)
+    interpreted_kernels.stand_in(replace, request.param)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind.__name__))
