@@ -1,7 +1,7 @@
 """Triton's interpreter for the `triton_kernels` in vLLM's wheel, on CPU tensors. Stand-ins:
 
-- on the host: the name and the properties of an H100 or a B200; the maker of specialised kernels,
-  which rewrites the source of compiled ones;
+- on the host: the capability of an H100 or a B200, the SMs and the shared memory of an H100; the
+  maker of specialised kernels, which rewrites the source of compiled ones;
 - PTX in kernels: what widens codes and exponents to BF16 (Hopper), and the larger of two magnitudes
   (Blackwell, for scales of outputs, which a BF16 output does not use);
 - in the language: ``tl.dot_scaled`` (Blackwell), the numbers of warps and threads, products of BF16
@@ -47,6 +47,7 @@ class _Specialised:
 
     def _bound(self, given: tuple[Any, ...]) -> dict[str, Any]:
         """Arguments by name; where the kernel has a tuple, the launch has its members."""
+        # The interpreter takes torch's tensors only.
         left = iter([each.data if isinstance(each, _tensor_class()) else each for each in given])
         bound = {}
         for name in self.kernel.arg_names:
