@@ -10,9 +10,8 @@ Triton's interpreter executes SGLang's kernels on CPU tensors. These are the ope
 The activation, the quantisation in blocks and the sum over a token's experts are SGLang's own for
 devices without CUDA.
 
-Two operations of Triton 3.7's interpreter are not those of a GPU, and have others here: ``tl.dot``
-multiplies the bits of BF16 as integers, and conversions to BF16 and FP8 cut off what they should
-round. Where SGLang would round float32 rows to FP16, float32 stays.
+`tests.support.triton_interpreter` replaces operations of the interpreter that are wrong in BF16.
+Where SGLang would round float32 rows to FP16, float32 stays.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
+
+from tests.support import triton_interpreter
 
 E4M3_MAX = 448.0
 #: Expert of the blocks that the kernel must not reach.
@@ -79,36 +79,6 @@ def per_token_quant_fp8(rows: torch.Tensor, output: torch.Tensor, scales: torch.
     output.copy_((rows.float() / scales).clamp(-E4M3_MAX, E4M3_MAX))
 
 
-#: Triton's name of a type -> torch's.
-FLOATS = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp8e4nv": torch.float8_e4m3fn,
-}
-
-
-def convert_float(values: Any, source: Any, target: Any, _rounding: Any) -> Any:
-    """The bits of numbers of another type, rounded to the nearest."""
-    bits = np.ascontiguousarray(values).view(f"int{source.primitive_bitwidth}")
-    given = torch.from_numpy(bits.reshape(-1)).view(FLOATS[source.name])
-    made = given.to(FLOATS[target.name]).view(getattr(torch, f"int{target.primitive_bitwidth}"))
-    return made.numpy().view(f"uint{target.primitive_bitwidth}").reshape(bits.shape)
-
-
-def dot_of(builder: Any, language: Any) -> Callable[..., Any]:
-    """The interpreter's product, which takes BF16 as float32."""
-    own = builder.create_dot
-
-    def widened(self: Any, one: Any) -> Any:
-        return self.cast_impl(one, language.float32) if one.dtype == language.bfloat16 else one
-
-    def create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
-        return own(self, widened(self, a), widened(self, b), *others)
-
-    return create_dot
-
-
 def install_in_servers() -> None:
     """Let servers on CPU ranks take SGLang's and our own branches for CUDA, and these operators."""
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
@@ -138,11 +108,8 @@ def install(replace: Callable[..., Any]) -> None:
     import triton.language
     from sglang.kernels.ops.quantization import fp8_kernel
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_config
-    from triton.runtime import interpreter
 
-    replace(interpreter, "_convert_float", convert_float)
-    builder = interpreter.InterpreterBuilder
-    replace(builder, "create_dot", dot_of(builder, triton.language))
+    triton_interpreter.count_bfloat16(replace)
     # The package has a function of the module's name.
     align = sys.modules[f"{fused_moe.__package__}.moe_align_block_size"]
     replace(align, "sgl_moe_align_block_size", moe_align_block_size)

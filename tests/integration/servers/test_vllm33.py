@@ -34,6 +34,7 @@ OLDER = {"PYTHONPATH": str(Path(vllm.__file__).parents[1])}
 _SERVERS = "tests/integration/servers"
 _E2E = f"{_SERVERS}/test_vllm_e2e.py"
 _TRITON_EXPERTS = "tests/integration/vllm/moe/test_vllm_triton_experts.py"
+_MXFP4_EXPERTS = "tests/integration/vllm/moe/test_vllm_mxfp4_experts.py"
 _TRITON_RANKS = "tests/integration/vllm/moe/test_vllm_experts_ranks.py"
 _ONE_RANK = f"{_E2E}::test_tokens_equal_those_of_one_rank"
 _FAULTS = f"{_SERVERS}/test_faults_e2e.py"
@@ -71,8 +72,8 @@ class Run(NamedTuple):
 SHORT = {"v2 runner": Run((f"{_ONE_RANK}[gpt-oss dp2-model3-2-arguments3]",), V2)}
 #: Not here, because it is refused with the V2 runner on CPU ranks: load balancing.
 LONG = {
-    "triton experts": Run((_TRITON_EXPERTS, _TRITON_RANKS), TRITON),
-    "triton experts, three ranks": Run((_TRITON_EXPERTS,), TRITON, marked="long"),
+    "triton experts": Run((_TRITON_EXPERTS, _MXFP4_EXPERTS, _TRITON_RANKS), TRITON, minutes=20),
+    "triton experts, three ranks": Run((_TRITON_EXPERTS, _MXFP4_EXPERTS), TRITON, 20, "long"),
     "adapter": Run(("tests/integration/vllm",), minutes=20, may_skip="Triton does not run here"),
     "servers": Run((_E2E,), minutes=15),
     "faults": Run((_FAULTS,), minutes=15, marked="long or not long"),

@@ -20,7 +20,14 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.layers.fused_moe import config as vllm_config
 from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce, utils
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.fused_moe.experts import ocp_mx_emulation_moe
+from vllm.model_executor.layers.fused_moe.experts.ocp_mx_emulation_moe import (
+    OCP_MXQuantizationEmulationTritonExperts,
+)
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import (
+    TritonExperts,
+    TritonWNA16Experts,
+)
 from vllm.model_executor.layers.fused_moe.prepare_finalize import MoEPrepareAndFinalizeNoDPEPModular
 from vllm.v1.worker.workspace import current_workspace_manager, init_workspace_manager
 
@@ -78,6 +85,47 @@ def _by_channel_int8(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return (weights / scales).round().to(torch.int8), scales
 
 
+#: Columns of a weight's row that share a scale: of int4, and by definition of MXFP4.
+INT4_GROUP, MXFP4_GROUP = 32, 32
+#: What the codes of MXFP4 stand for.
+E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+E2M1 = torch.cat((E2M1, -E2M1))
+
+
+def _packed(codes: torch.Tensor) -> torch.Tensor:
+    """Two codes of four bits in a byte, the first in the lower half."""
+    codes = codes.to(torch.uint8)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def _by_group_int4(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    groups = weights.view(*weights.shape[:-1], -1, INT4_GROUP)
+    scales = groups.abs().amax(-1) / 7
+    codes = (groups / scales.unsqueeze(-1)).round() + 8
+    return _packed(codes.view_as(weights)), scales
+
+
+def mxfp4(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, two in a byte, and exponents of their scales, biased by 127, one for 32 columns."""
+    groups = weights.float().view(*weights.shape[:-1], -1, MXFP4_GROUP)
+    most = groups.abs().amax(-1).clamp(min=2.0**-100)
+    exponents = (most / E2M1.max()).log2().ceil()
+    scaled = groups * torch.exp2(-exponents).unsqueeze(-1)
+    codes = (scaled.unsqueeze(-1) - E2M1.to(weights.device)).abs().argmin(-1)
+    return _packed(codes.view_as(weights)), (exponents + 127).to(torch.uint8)
+
+
+def from_mxfp4(packed: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weights that such codes stand for."""
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    scales = torch.exp2(exponents.float() - 127).repeat_interleave(MXFP4_GROUP, -1)
+    return (E2M1.to(packed.device)[codes.long()] * scales).to(dtype)
+
+
+def _there_and_back(rows: torch.Tensor) -> torch.Tensor:
+    return from_mxfp4(*mxfp4(rows), rows.dtype)
+
+
 def _as_they_are(weights: torch.Tensor) -> tuple[torch.Tensor, None]:
     return weights, None
 
@@ -112,6 +160,21 @@ SCHEMES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any, Any], Any
         ),
         None,
     ),
+    "int4 by groups": (
+        _by_group_int4,
+        lambda a, b: vllm_config.int4_w4a16_moe_quant_config(a, b, block_shape=[0, INT4_GROUP]),
+        None,
+    ),
+    "MXFP4, emulated": (
+        mxfp4,
+        lambda a, b: vllm_config.ocp_mx_moe_quant_config("mxfp4", a, b),
+        None,
+    ),
+}
+#: Scheme -> vLLM's class, where it is not TritonExperts.
+CLASSES: dict[str, type[TritonExperts]] = {
+    "int4 by groups": TritonWNA16Experts,
+    "MXFP4, emulated": OCP_MXQuantizationEmulationTritonExperts,
 }
 
 
@@ -216,15 +279,43 @@ def _per_token_quant_int8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 _IN_TURN = threading.Lock()
 
 
-class Recording(TritonExperts):  # type: ignore[misc]
-    """Keeps what each call was handed; Triton's interpreter takes one thread at a time."""
+def recording(experts_class: type[Any], moe: Any, quant_config: Any) -> Any:
+    """Experts of vLLM's that keep in ``calls`` what each call was handed.
 
-    calls: list[SimpleNamespace]
+    Triton's interpreter takes one thread at a time.
+    """
 
-    def apply(self, *args: Any, **given: Any) -> None:
-        self.calls.append(SimpleNamespace(**given))
-        with _IN_TURN:
-            super().apply(*args, **given)
+    class Recording(experts_class):  # type: ignore[misc]
+        def apply(self, *args: Any, **given: Any) -> None:
+            self.calls.append(SimpleNamespace(**given))
+            with _IN_TURN:
+                super().apply(*args, **given)
+
+    experts = Recording(moe, quant_config)
+    experts.calls = []
+    return experts
+
+
+def moe_config_of(ep_size: int, ep_rank: int, device: str, **other: Any) -> Any:
+    """vLLM's description of such a layer on a rank. other: replaces values of it."""
+    first, end = local_expert_range(NUM_EXPERTS, ep_size, ep_rank)
+    usual = {
+        "hidden_dim": HIDDEN_SIZE,
+        "activation": MoEActivation.SILU,
+        "in_dtype": DTYPES[device],
+    }
+    return vllm_config.FusedMoEConfig(
+        num_experts=NUM_EXPERTS,
+        experts_per_token=TOP_K,
+        intermediate_size=INTERMEDIATE,
+        num_local_experts=end - first,
+        num_logical_experts=NUM_EXPERTS,
+        device=device,
+        routing_method=vllm_config.RoutingMethodType.Renormalize,
+        moe_parallel_config=parallel_of(ep_size, ep_rank),
+        max_num_tokens=CAPACITY,
+        **{**usual, **other},
+    )
 
 
 def _experts(
@@ -236,22 +327,11 @@ def _experts(
     (w1, scales1), (w2, scales2) = (quantise(weights[first:end].to(device)) for weights in (W1, W2))
     if w1.dtype == torch.float32:
         w1, w2 = w1.to(DTYPES[device]), w2.to(DTYPES[device])
-    moe = vllm_config.FusedMoEConfig(
-        num_experts=NUM_EXPERTS,
-        experts_per_token=TOP_K,
-        hidden_dim=HIDDEN_SIZE,
-        intermediate_size=INTERMEDIATE,
-        num_local_experts=end - first,
-        num_logical_experts=NUM_EXPERTS,
-        activation=MoEActivation.SILU,
-        device=device,
-        routing_method=vllm_config.RoutingMethodType.Renormalize,
-        moe_parallel_config=parallel_of(ep_size, ep_rank),
-        in_dtype=DTYPES[device],
-        max_num_tokens=CAPACITY,
+    experts = recording(
+        CLASSES.get(scheme, TritonExperts),
+        moe_config_of(ep_size, ep_rank, device),
+        config_of_scales(scales1, scales2),
     )
-    experts = Recording(moe, config_of_scales(scales1, scales2))
-    experts.calls = []
     return experts, w1, w2
 
 
@@ -334,6 +414,9 @@ def stand_in(replace: Callable[[Any, str, Any], None], device: str = "cpu") -> N
         replace(topk_weight_and_reduce, "ops", SimpleNamespace(moe_sum=_moe_sum))
         init_workspace_manager(torch.device(device))
     _define_activation()
+    # Of amd-quark, which is for AMD's GPUs.
+    replace(ocp_mx_emulation_moe, "dequant_mxfp4", from_mxfp4)
+    replace(utils, "quant_dequant_mxfp4", _there_and_back)
     replace(ops, "moe_align_block_size", moe_align_block_size)
     replace(ops, "moe_sum", _moe_sum)
     replace(ops, "scaled_fp8_quant", _scaled_fp8_quant)
