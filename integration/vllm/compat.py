@@ -109,10 +109,17 @@ BY_HAND: dict[str, tuple[Touched, ...]] = {
         ),
         *use("vllm.v1.worker.gpu_worker", "Worker.elastic_ep_execute(execute_method)"),
     ),
-    "faults": patch(
-        "vllm.v1.engine.core",
-        "EngineCoreSentinel",
-        "retry goes on without the dead; engines with the flag and fault tolerance only",
+    "faults": (
+        *patch(
+            "vllm.v1.engine.core",
+            "EngineCoreSentinel",
+            "retry goes on without the dead; engines with the flag and fault tolerance only",
+        ),
+        *patch(
+            "vllm.v1.engine.core",
+            "DPEngineCoreProc._has_global_unfinished_reqs(local_unfinished)",
+            "its first call bounds the engine's waits; with the flag and fault tolerance only",
+        ),
     ),
     "lora.adapters": (
         *use(f"{_MOE}.experts.lora_experts_mixin", "LoRAExpertsMixin.set_lora_context(ctx)"),

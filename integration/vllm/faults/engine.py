@@ -36,6 +36,21 @@ RETRY_S = 60
 _POLL_S = 0.05
 
 
+def _bound_waits_from_the_first_step(engine: Any, parallel_config: Any) -> None:
+    """Let this engine wait less long for the others from its first step on. Local.
+
+    Not before: until then vLLM compares the engines' configurations, of which the limit is a part.
+    """
+
+    def has_unfinished(local: bool) -> bool:
+        del engine._has_global_unfinished_reqs  # vLLM's own shows again
+        bound_waits(engine.dp_group, parallel_config)
+        found: bool = engine._has_global_unfinished_reqs(local)
+        return found
+
+    engine._has_global_unfinished_reqs = has_unfinished
+
+
 class MoeNvlinkEngineSentinel(EngineCoreSentinel):
     """vLLM's sentinel of an engine, whose `retry` may leave out ranks."""
 
@@ -44,7 +59,7 @@ class MoeNvlinkEngineSentinel(EngineCoreSentinel):
         super().__init__(engine, parallel_config)
         self.status_type: Any = EngineStatusType.HEALTHY
         if hasattr(engine, "dp_group"):
-            bound_waits(engine.dp_group, parallel_config)  # its workers have warmed up
+            _bound_waits_from_the_first_step(engine, parallel_config)
         #: Data-parallel ranks that have died, in this retry or before.
         self.dead: tuple[int, ...] = ()
         #: Experts that only these have, as ranges `8-15`.

@@ -344,6 +344,23 @@ def test_a_death_while_weights_move_is_the_end() -> None:
     deaths.leave_out(state, [2], 3)
 
 
+def test_an_engine_waits_less_long_from_its_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then vLLM compares the configurations of all engines, of which the limit is a part."""
+    bounded: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(engines, "bound_waits", lambda *given: bounded.append(given))
+
+    class Stepping(Engine):
+        def _has_global_unfinished_reqs(self, local_unfinished: bool) -> bool:
+            return not local_unfinished
+
+    engine = Stepping(0, Store(), running=True)
+    parallel = engine.vllm_config.parallel_config
+    MoeNvlinkEngineSentinel(engine, parallel)
+    assert bounded == []
+    assert [engine._has_global_unfinished_reqs(local) for local in (True, False)] == [False, True]
+    assert bounded == [("group of 0", parallel)]
+
+
 def test_ranks_wait_less_long_in_vllms_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_NVLINK_TIMEOUT_S", "2")
     limits: list[datetime.timedelta] = []
