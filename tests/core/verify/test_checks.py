@@ -306,19 +306,26 @@ def test_scales_of_the_caller_are_checked(monkeypatch: pytest.MonkeyPatch) -> No
 WAIT = "  while (!has_reached(seen = load_acquire_sys(cell), epoch, most_ahead)) {"
 
 
+AFTER_SMALL = "await_combine(args, lane, Cta::kWarpThreads, epoch, cta.block == 0, has_failed);"
+
+
 @pytest.mark.parametrize(
-    ("name", "slow_ms"),
-    [("large and small in turn, late ranks", 0.0), ("large batches, one rank leaves", 200.0)],
-    ids=["P12", "P14"],
+    ("wait", "instead", "name", "slow_ms"),
+    [
+        (WAIT, "  while (false) {", "large and small in turn, late ranks", 0.0),
+        (AFTER_SMALL, "", "large and small in turn, late ranks", 0.0),
+        (WAIT, "  while (false) {", "large batches, one rank leaves", 200.0),
+    ],
+    ids=["P12", "P12 after a small combine", "P14"],
 )
 def test_a_wait_that_is_left_out_is_noticed(
-    name: str, slow_ms: float, monkeypatch: pytest.MonkeyPatch
+    wait: str, instead: str, name: str, slow_ms: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P12: a rank stores over what another one has yet to read. P14: its experts write over rows
     that the rank that leaves has yet to fetch, which is slow here.
     """
     monkeypatch.setattr(checks, "_LATEST_S", 0.1)
-    text = replace_once(LAYER.host_source(), WAIT, "  while (false) {")
+    text = replace_once(LAYER.host_source(), wait, instead)
     library = slow_reader(GEOMETRY.ep_size - 1, slow_ms, text)
     monkeypatch.setattr(host, "load", lambda _text: library)
     assert any(outcomes(named(name, timeout_s=5.0)))
