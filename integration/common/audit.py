@@ -123,7 +123,7 @@ class Audit:
         sent: Sent,
         ids: torch.Tensor,
         weights: torch.Tensor,
-        is_padding: torch.Tensor | None,
+        is_padding: torch.Tensor | None = None,
         channel: int = 0,
     ) -> torch.Tensor:
         """Return `[num_tokens, 2]` int64: the last extra payload of a dispatch. Local; capturable.
@@ -261,9 +261,8 @@ class Audit:
 
     def found(self) -> Audited:
         """Return the counters. Local; any thread; waits for no launch: the last may be missing."""
-        totals = self._shown[:, :3].sum(0)
-        slots = self._shown[:, 3].amax(0)
-        return Audited(*totals.tolist(), slots.tolist())
+        rows, wrong, stale = self._shown[:, :3].sum(0).tolist()
+        return Audited(rows, wrong, stale, self._shown[:, 3].amax(0).tolist())
 
 
 class AuditReport:
