@@ -151,7 +151,7 @@ def test_rounds_after_a_rank_has_left() -> None:
         return None
 
     for found in audited(body)[:-1]:
-        assert min(found.rows[:-1]) > 6
+        assert min(found.rows[:-1]) > 4
         assert found.wrong == found.stale == [0] * SIZE
 
 
@@ -188,7 +188,7 @@ def test_every_round_of_n_is_audited() -> None:
     def body(rank: Rank) -> list[bool]:
         told = []
         for _ in range(7):
-            rank.audit.words(Sent(torch.ones(1, 256)), torch.zeros(1, 4), torch.ones(1, 4), None)
+            rank.round(1)
             told.append(rank.audit._is_turn[0])
         return told
 
