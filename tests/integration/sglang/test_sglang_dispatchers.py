@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_nvlink_plugin.errors import ExchangeStateError, UnsupportedError
+from moe_nvlink_plugin.integration.common import audit as audit_module
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.integration.sglang.sglang_layer import (
@@ -107,8 +108,11 @@ def test_uneven_ranks_are_served_and_give_the_same_bits_again(
 
 @pytest.mark.parametrize("runner", ["cpu", "triton", "flashinfer_cutlass"])
 @pytest.mark.parametrize("spoilt", [False, True])
-def test_rows_are_compared_while_serving(runner: str, spoilt: bool) -> None:
+def test_rows_are_compared_while_serving(
+    runner: str, spoilt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The option audit_every; a wrong bit in what comes from rank 0 is counted by its receiver."""
+    monkeypatch.setattr(audit_module, "time", SimpleNamespace(time_ns=lambda: 1))
 
     def body(pool: ExchangePool) -> Any:
         subject, rank = dispatcher_of(pool, runner), pool.ranks.rank

@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin.integration.common import audit as audit_module
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
 from moe_nvlink_plugin.integration.common.audit import AUDIT_BYTES, Audit
 from moe_nvlink_plugin.integration.common.options import Options
@@ -43,6 +44,12 @@ GEOMETRY = Geometry(NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY, torch.float32)
 ROUNDS = 20
 
 
+@pytest.fixture(autouse=True)
+def turns_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which tokens are audited does not depend on the clock."""
+    monkeypatch.setattr(audit_module, "time", SimpleNamespace(time_ns=lambda: 1))
+
+
 class Spoils:
     """The exchange of a rank to which a link brings one wrong bit in each row of rank 0."""
 
@@ -56,13 +63,18 @@ class Spoils:
         return received
 
 
-def served(group: ThreadGroup, *, every: int, spoilt: bool) -> float:
+class Kept(metrics.RankFile):
+    """A rank's metrics, which the test reads after the worker's end."""
+
+    def close(self) -> None:
+        pass
+
+
+def served(group: ThreadGroup, folder: Path, *, every: int, spoilt: bool = False) -> float:
     """The largest error of a rank's rounds, in a layer as `method` makes it."""
     ranks = Ranks(group, group.rank, group.size, WORDING)
-    publication = metrics.RankFile(Path(metrics.env.stats_dir() or "") / "metrics")
-    pool = ExchangePool(
-        ranks, torch.device("cpu"), Options(audit_every=every), publication=publication
-    )
+    options = Options(audit_every=every)
+    pool = ExchangePool(ranks, torch.device("cpu"), options, publication=Kept(folder / "metrics"))
     try:
         exchange = pool.exchange(GEOMETRY)
         subject = method._prepare_finalize(
@@ -77,11 +89,6 @@ def served(group: ThreadGroup, *, every: int, spoilt: bool) -> float:
             errors += (_layer(subject, work) - dense(*work)).abs().flatten().tolist()
         return max(errors)
     finally:
-        pool._publication = None  # the test reads what it has published
-        if pool._stats_writer is not None:
-            pool._stats_writer._publication = None
-            pool._stats_writer.close()
-            publication.publish(json.loads(Path(pool._stats_writer.path or "").read_text()))
         pool.close()
 
 
@@ -99,7 +106,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("every", [1, 3])
 def test_rounds_without_a_fault(every: int, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
-        errors = run_ranks(2, lambda group: served(group, every=every, spoilt=False))
+        errors = run_ranks(2, lambda group: served(group, folder, every=every))
     assert max(errors) < 1e-5
     for rank in range(2):
         found = stats_of(folder, rank)
@@ -112,7 +119,7 @@ def test_a_wrong_bit_is_counted_and_logged_once(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR):
-        run_ranks(2, lambda group: served(group, every=2, spoilt=True))
+        run_ranks(2, lambda group: served(group, folder, every=2, spoilt=True))
     healthy, spoilt = stats_of(folder, 0), stats_of(folder, 1)
     assert healthy["audit_faults"] == [0, 0]
     assert spoilt["audit_faults"] == [spoilt["audited"][0], 0]
@@ -131,7 +138,7 @@ def test_a_wrong_bit_is_counted_and_logged_once(
 
 
 def test_without_the_option_a_layer_has_no_audit(folder: Path) -> None:
-    assert max(run_ranks(2, lambda group: served(group, every=0, spoilt=False))) < 1e-5
+    assert max(run_ranks(2, lambda group: served(group, folder, every=0))) < 1e-5
     assert "audited" not in stats_of(folder, 0)
 
 
