@@ -2,15 +2,15 @@
 
 With the option ``audit_every`` each row of a dispatch has two words more, an extra payload:
 
-- a stamp, equal in all rows of a rank's round: 0, or a number that grows from audit to audit;
+- a stamp: 0, or the number of the rank's audit, which grows, and below it that of the token;
 - the checksum of the row as it travels, in one row of the rank's round; 0 in the others.
 
-The receiver sees a slot that nobody wrote in this round by its stamp, and wrong bytes of the
-audited row by its checksum. Which row that is changes from audit to audit. The words travel in
-every round, so a rank that audits and one that does not never misread each other. But a row is only
-compared if the sender's N-th call is the receiver's too: ranks count calls alike, because they run
-the same steps. A CUDA graph that has captured an N-th call audits at each replay: stamp and row
-come from a number on the device. The other calls of a graph never audit.
+The receiver sees by the stamps that nobody wrote a slot in this round, or that a token stands in
+two slots, and by the checksum wrong bytes of the audited row. Which row that is changes from audit
+to audit. The words travel in every round, so a rank that audits and one that does not never misread
+each other. But a row is only compared if the sender's N-th call is the receiver's too: ranks count
+calls alike, because they run the same steps. A CUDA graph that has captured an N-th call audits at
+each replay: stamp and row come from a number on the device. Its other calls never audit.
 
 The checksum is over the row, its scales (in the linear layout), and, if ids travel as they are,
 ids and router weights. A row that the kernels quantise is compared with that of the recipe's
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 #: Bytes of the extra payload: a stamp and a checksum.
 AUDIT_BYTES = 16
 _LATEST = torch.iinfo(torch.int64).max
+#: Lower bits of a stamp: the token.
+_TOKEN_BITS = 22
 #: Of splitmix64, whose numbers have no pattern.
 _STEP, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
@@ -48,7 +50,7 @@ class Audited(NamedTuple):
     Attributes:
         rows: rows that were compared.
         wrong: of these, rows with another checksum than their sender's.
-        stale: audited rounds with a filled slot that nobody had written in that round.
+        stale: audited rounds with a slot that nobody wrote in that round, or a token in two slots.
         slots: slot of the last wrong row; -1: there was none.
     """
 
@@ -108,7 +110,7 @@ class Audit:
         self._places.copy_(torch.arange(len(self._places)))
         self._sources.copy_(torch.arange(len(self._sources)))
         # Later than those of a process whose place this rank has taken.
-        self._turns.fill_(time.time_ns())
+        self._turns.fill_(time.time_ns() >> 20)  # about milliseconds
         self._latest.zero_()
         self._found.copy_(self._shown)
 
@@ -152,7 +154,7 @@ class Audit:
         token = order.argmax().view(1)
         checksum = self._sent_checksum(sent, ids, weights, is_expert, token)
         return torch.stack(
-            [turn.expand(num_tokens), torch.where(places == token, checksum, 0)], dim=1
+            [places + (turn << _TOKEN_BITS), torch.where(places == token, checksum, 0)], dim=1
         )
 
     def _sent_checksum(
@@ -214,7 +216,8 @@ class Audit:
     def _compare(self, received: Dispatched, words: torch.Tensor) -> None:
         size, bound = len(self._sources), received.metadata.max_tokens
         channel = received.metadata.channel
-        stamps, sums = words.view(size, bound, 2).unbind(2)
+        stamped, sums = words.view(size, bound, 2).unbind(2)
+        stamps = stamped >> _TOKEN_BITS
         # After a failure of the verb, slots hold anything.
         has_arrived = self._exchange.fault_words()[channel] == 0
         counts = torch.where(has_arrived, received.recv_counts, 0)
@@ -223,6 +226,7 @@ class Audit:
         oldest = torch.where(filled, stamps, _LATEST).amin(1)
         latest = self._latest[channel]
         is_stale = (oldest < newest) | ((newest != 0) & (newest <= latest))
+        is_stale |= self._has_doubles(stamped, filled)
         latest.copy_(torch.maximum(latest, newest))
         # Of several checksums all but one are old; the newest stamp has the row of this round.
         audited = filled & (sums != 0) & (stamps == newest.unsqueeze(1))
@@ -239,6 +243,13 @@ class Audit:
         else:
             found[2].add_(is_stale)
         self._shown[channel].copy_(found, non_blocking=True)
+
+    def _has_doubles(self, stamped: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
+        """Return `[ep_size]` bool: whether a token of the source stands in two slots. Local."""
+        tokens = (stamped & (2**_TOKEN_BITS - 1)).clamp(max=stamped.shape[1] - 1)
+        counted = (filled & (stamped != 0)).to(torch.int32)
+        slots = torch.zeros_like(counted).scatter_add_(1, tokens, counted)
+        return slots.amax(1) > 1
 
     def _received_parts(self, received: Dispatched, slots: torch.Tensor) -> list[torch.Tensor]:
         parts = []
@@ -301,8 +312,8 @@ class AuditReport:
                     )
                 if one.stale[source]:
                     texts.append(
-                        f"exchange {number}: {one.stale[source]} rounds from rank {source} lack "
-                        "rows that its counts name"
+                        f"exchange {number}: in {one.stale[source]} rounds a slot of rank {source} "
+                        "has no row, an old one, or that of another slot"
                     )
         logger.error(
             "The audit (audit_every) of rank %d found wrong rows; answers since then may be wrong, "
