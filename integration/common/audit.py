@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 AUDIT_BYTES = 16
 _LATEST = torch.iinfo(torch.int64).max
 #: Lower bits of a stamp: the token.
-_TOKEN_BITS = 22
+_TOKEN_BITS = 24
 #: Of splitmix64, whose numbers have no pattern.
 _STEP, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
@@ -110,7 +110,7 @@ class Audit:
         self._places.copy_(torch.arange(len(self._places)))
         self._sources.copy_(torch.arange(len(self._sources)))
         # Later than those of a process whose place this rank has taken.
-        self._turns.fill_(time.time_ns() >> 20)  # about milliseconds
+        self._turns.fill_(time.time_ns() >> 23)  # in 39 bits until 2100
         self._latest.zero_()
         self._found.copy_(self._shown)
 

@@ -36,7 +36,7 @@ SCALE = torch.tensor([0.5])
 @pytest.fixture(autouse=True)
 def turns_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which tokens are audited does not depend on the clock."""
-    monkeypatch.setattr(audit_module, "time", SimpleNamespace(time_ns=lambda: 2**20))
+    monkeypatch.setattr(audit_module, "time", SimpleNamespace(time_ns=lambda: 2**23))
 
 
 def config_of(rank: int, **values: Any) -> AllToAllConfig:
@@ -188,8 +188,8 @@ def test_each_token_has_its_turn() -> None:
         for _ in range(5):
             words = rank.audit.words(sent, ids, weights, None)
             (token,) = words[:, 1].nonzero().flatten().tolist()
-            assert len(set((words[:, 0] >> 22).tolist())) == 1
-            assert (words[:, 0] % 2**22).tolist() == list(range(5))
+            assert len(set((words[:, 0] >> 24).tolist())) == 1
+            assert (words[:, 0] % 2**24).tolist() == list(range(5))
             seen.add(token)
         return seen
 

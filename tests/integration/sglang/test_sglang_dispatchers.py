@@ -112,7 +112,7 @@ def test_rows_are_compared_while_serving(
     runner: str, spoilt: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The option audit_every; a wrong bit in what comes from rank 0 is counted by its receiver."""
-    monkeypatch.setattr(audit_module, "time", SimpleNamespace(time_ns=lambda: 2**20))
+    monkeypatch.setattr(audit_module, "time", SimpleNamespace(time_ns=lambda: 2**23))
 
     def body(pool: ExchangePool) -> Any:
         subject, rank = dispatcher_of(pool, runner), pool.ranks.rank

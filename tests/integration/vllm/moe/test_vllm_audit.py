@@ -47,7 +47,7 @@ ROUNDS = 20
 @pytest.fixture(autouse=True)
 def turns_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which tokens are audited does not depend on the clock."""
-    monkeypatch.setattr(audit_module, "time", SimpleNamespace(time_ns=lambda: 2**20))
+    monkeypatch.setattr(audit_module, "time", SimpleNamespace(time_ns=lambda: 2**23))
 
 
 class Spoils:
