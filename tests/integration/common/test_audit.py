@@ -272,6 +272,22 @@ def test_a_slot_that_was_not_written_is_found() -> None:
     assert audited(body) == [[1, 0, 0]] * SIZE
 
 
+def test_a_row_in_two_slots_is_found() -> None:
+    """With all that belongs to it, so its checksum holds."""
+
+    def body(rank: Rank) -> Any:
+        def twice(received: Any) -> None:
+            for tensor in (received.hidden_states, received.topk_ids, received.topk_weights):
+                tensor.view(torch.uint8)[1] = tensor.view(torch.uint8)[0]
+            received.extra_payloads[-1][1] = received.extra_payloads[-1][0]
+
+        for _ in range(2):
+            rank.round(CAPACITY, twice, to_all=True)
+        return rank.audit.found().stale, rank.audit.found().wrong
+
+    assert audited(body) == [([2, 0, 0], [0, 0, 0])] * SIZE
+
+
 def test_a_round_that_is_wholly_old_is_found() -> None:
     def body(rank: Rank) -> Any:
         def again(received: Any) -> None:
