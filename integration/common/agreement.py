@@ -41,6 +41,7 @@ class Proposal(NamedTuple):
         static_scale: scale that quantises its rows; None if they have their own scales.
         problem: why this rank cannot set up the layer; None if it can.
         named_scale: global scale of a recipe that a user named; None if it has none.
+        audit_every: Options.audit_every, if the ranks compare a geometry.
     """
 
     layer: str
@@ -48,6 +49,7 @@ class Proposal(NamedTuple):
     static_scale: float | None = None
     problem: str | None = None
     named_scale: float | None = None
+    audit_every: int = 0
 
 
 class Ranks:
@@ -128,7 +130,8 @@ class Ranks:
             raise DisagreementError(
                 "the ranks set up different layers or formats; "
                 + ", ".join(
-                    f"rank {r} has {p.layer}: {p.geometry}, dispatch_global_scale {p.named_scale}"
+                    f"rank {r} has {p.layer}: {p.geometry}, dispatch_global_scale {p.named_scale}, "
+                    f"audit_every {p.audit_every}"
                     for r, p in enumerate(everyones)
                 )
             )

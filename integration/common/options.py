@@ -67,6 +67,8 @@ class Options(NamedTuple):
         self_check: rounds that the ranks hold to the reference when the server starts: "quick",
             "full" or "off".
         tuning: as AllToAllConfig.tuning; None takes MOE_NVLINK_TUNING.
+        audit_every: N: in every N-th dispatch one row of each rank is compared with what its
+            sender sent (``audit``); 0: none is.
     """
 
     dispatch: str = AUTO
@@ -78,6 +80,7 @@ class Options(NamedTuple):
     fallback: str | None = None
     self_check: str = SELF_CHECKS[0]
     tuning: str | None = None
+    audit_every: int = 0
 
     @property
     def shares_lm_head(self) -> bool:
@@ -87,6 +90,8 @@ class Options(NamedTuple):
 
 #: Name of the option. If only its variable is set and there is no draft, that is no error.
 MTP_LM_HEAD = "mtp_lm_head_tp_size"
+#: Largest `audit_every`: some days of a fast server.
+MOST_ROUNDS = 10**9
 
 _ALLOWED = {
     "combine": COMBINE_FORMATS,
@@ -134,6 +139,7 @@ def read(given: Any, wording: Wording) -> Options:
     _check_global_scale(chosen, where)
     _check_mtp_lm_head(chosen, where)
     _check_fallback(chosen, wording)
+    _check_audit(chosen, where)
     return chosen
 
 
@@ -181,3 +187,13 @@ def _check_fallback(chosen: Options, wording: Wording) -> None:
         )
     if name != wording.own_backend:
         raise ConfigError(f"{where}: fallback={name!r} is not {wording.own_backend}")
+
+
+def _check_audit(chosen: Options, where: str) -> None:
+    every: object = chosen.audit_every  # of any type: a user wrote it
+    number = isinstance(every, int) and not isinstance(every, bool)
+    if not number or not 0 <= chosen.audit_every <= MOST_ROUNDS:
+        raise ConfigError(
+            f"{where}: audit_every={every!r} is no number of rounds from 1 to {MOST_ROUNDS}, nor "
+            "0, which compares no row"
+        )

@@ -14,6 +14,7 @@ from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, env, self_check
 from moe_nvlink_plugin.errors import MoeNvlinkError
 
 from .agreement import Geometry, Proposal, Ranks
+from .audit import AUDIT_BYTES, Audit, AuditReport
 from .experts_input import ExpertsInput
 from .formats import DispatchFormat, choose
 from .options import Options
@@ -82,6 +83,7 @@ class ExchangePool:
         self._tolerates_faults, self._checks_itself = tolerates_faults, checks_itself
         self._more_stats, self._publication = more_stats, publication
         self._exchanges: dict[Geometry, MoeAllToAll] = {}
+        self._audits: dict[MoeAllToAll, Audit] = {}
         #: Scales that the user named, on the device, with their values.
         self._named_scales: list[tuple[torch.Tensor, float]] = []
         self._stats_writer: StatsWriter | None = None
@@ -94,7 +96,13 @@ class ExchangePool:
         return list(self._exchanges.values())
 
     def config(self, geometry: Geometry) -> AllToAllConfig:
-        """Return this rank's configuration for a geometry. Local; raises as AllToAllConfig."""
+        """Return this rank's configuration for a geometry. Local; raises as AllToAllConfig.
+
+        With Options.audit_every it has one extra payload more, the last.
+        """
+        if self.options.audit_every:
+            payloads = (*geometry.extra_payload_bytes, AUDIT_BYTES)
+            geometry = geometry._replace(extra_payload_bytes=payloads)
         return AllToAllConfig(
             ep_size=self.ranks.size,
             ep_rank=self.ranks.rank,
@@ -122,6 +130,8 @@ class ExchangePool:
             self_check(config, self.ranks.group, self.device, level=level)
         created = MoeAllToAll.create(config, self.ranks.group, self.device, share_with=first)
         self._exchanges[geometry] = created
+        if self.options.audit_every:
+            self._audits[created] = Audit(created, self.options.audit_every, self.device)
         if first is None:
             self._begin(created)
         logger.info(
@@ -131,6 +141,10 @@ class ExchangePool:
             created.config,
         )
         return created
+
+    def audit_of(self, exchange: MoeAllToAll) -> Audit | None:
+        """Return what audits an exchange of this pool; None without Options.audit_every. Local."""
+        return self._audits.get(exchange)
 
     def agree_on_format(
         self, layer: str, experts: ExpertsInput, geometry: Geometry
@@ -166,6 +180,7 @@ class ExchangePool:
             scale,
             None if problem is None else f"{type(problem).__name__}: {problem}",
             None if chosen.global_scale is None else float(chosen.global_scale),
+            self.options.audit_every,
         )
         if chosen.global_scale is not None and mine.named_scale is not None:
             self._named_scales.append((chosen.global_scale, mine.named_scale))
@@ -192,6 +207,8 @@ class ExchangePool:
         """
         for tensor, value in self._named_scales:
             tensor.fill_(value)
+        for audit in self._audits.values():
+            audit.restore()
 
     def end_startup(self) -> None:
         """Give waits the ordinary limit from now on, because this worker has warmed up. Local."""
@@ -222,6 +239,8 @@ class ExchangePool:
         """Go on without ranks that have died. Collective over the others; as `MoeAllToAll.mask`."""
         for exchange in self.exchanges[:1]:  # one is enough: they share the workspace
             exchange.mask(*ranks)
+        for audit in self._audits.values():  # a fault may have come between the ranks' calls
+            audit.restart()
 
     def release_memory(self) -> None:
         """Give back the memory of all exchanges. Collective; raises as `MoeAllToAll.release`."""
@@ -232,6 +251,8 @@ class ExchangePool:
         """Map zeroed memory at the same addresses. Collective; raises as `MoeAllToAll.renew`."""
         for exchange in self.exchanges[:1]:
             exchange.renew(self.ranks.group, range(self.ranks.size))
+        for audit in self._audits.values():
+            audit.restart()
 
     def close(self) -> None:
         """Write the last counters and release the workspace. Local; idempotent."""
@@ -247,6 +268,7 @@ class ExchangePool:
         for exchange in self._exchanges.values():
             exchange.close()
         self._exchanges.clear()
+        self._audits.clear()
 
     def _begin(self, first: MoeAllToAll) -> None:
         """Start what all exchanges share by the workspace: start-up, counters, watches."""
@@ -269,14 +291,17 @@ class ExchangePool:
 
     def _start_stats(self, exchange: MoeAllToAll) -> None:
         directory = env.stats_dir()
-        if directory is None and self._publication is None:
+        # Without a place for counters, its thread still logs what audits find.
+        if directory is None and self._publication is None and not self.options.audit_every:
             return
+        report = AuditReport(self.ranks.rank)
         about = {"ep_rank": self.ranks.rank, "ep_size": self.ranks.size}
 
         def read() -> dict[str, Any]:
             faults = 0 if exchange.failure() is None else 1
             counted = exchange.stats(wait=False)._asdict()
-            return {**counted, "faults": faults, **self._more_stats()}
+            audited = report.snapshot(list(self._audits.values()))
+            return {**counted, "faults": faults, **audited, **self._more_stats()}
 
         self._stats_writer = StatsWriter(
             directory, about, read, pool=self._name, publication=self._publication

@@ -51,6 +51,12 @@ FAMILIES = {
         "Seconds that this rank's verbs have waited for a peer.", ("ep_rank", "peer")
     ),
     "moe_nvlink_faults": Family("1 after a verb of this rank has failed.", ("ep_rank",)),
+    "moe_nvlink_audited": Family(
+        "Rows that this rank has compared with their sender's checksum.", ("ep_rank", "source")
+    ),
+    "moe_nvlink_audit_faults": Family(
+        "Audits of this rank that found a wrong or missing row.", ("ep_rank", "source")
+    ),
 }
 
 #: Name of a family, values of its labels, value.
@@ -70,6 +76,9 @@ def samples(snapshot: Snapshot) -> Iterator[Sample]:
         if str(peer) != rank:
             yield "moe_nvlink_wait_seconds", (rank, str(peer)), waited / 1e9
     yield "moe_nvlink_faults", (rank,), snapshot["faults"]
+    for key in ("audited", "audit_faults"):  # with the option audit_every
+        for source, count in enumerate(snapshot.get(key, ())):
+            yield f"moe_nvlink_{key}", (rank, str(source)), count
 
 
 class RankFile:

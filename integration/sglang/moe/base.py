@@ -137,15 +137,20 @@ class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
         """
         routing = routing_of(topk_output, hidden_states.shape[0])
         sent = self._format.send(hidden_states.contiguous(), self._experts)
+        audit = self._pool.audit_of(self._exchange)
+        payloads = () if audit is None else (audit.words(sent, routing.ids, routing.weights),)
         self._order.begins()
         received = self._exchange.dispatch(
             sent.rows,
             routing.ids,
             routing.weights,
+            payloads,
             scales=sent.scales,
             global_scale=sent.global_scale,
             max_tokens=self._bound_of_this_step(),
         )
+        if audit is not None:
+            received = audit.compared(received)
         self._round = Round(received, routing)
         return self._hand_out(self._round)
 

@@ -341,4 +341,5 @@ def _prepare_finalize(
     else:
         made = CpuPrepareAndFinalize(exchange, expert_map, chosen, lambda: pool.is_idle)
     made.overlaps_shared_experts = pool.options.overlap_shared_experts
+    made.audit = pool.audit_of(exchange)
     return made

@@ -34,6 +34,7 @@ from moe_nvlink_plugin import Dispatched, DispatchMetadata, InFlight, MoeAllToAl
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.errors import ExchangeStateError, UnsupportedError
 from moe_nvlink_plugin.integration import overrides
+from moe_nvlink_plugin.integration.common.audit import Audit
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat
 from moe_nvlink_plugin.integration.common.pool import bound_of_step
 
@@ -137,6 +138,8 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
 
     #: Whether the shared experts run beside combine, also without dual batch overlap.
     overlaps_shared_experts = False
+    #: What compares rows while serving; None without Options.audit_every.
+    audit: Audit | None = None
 
     def __init__(
         self,
@@ -224,7 +227,9 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
             UnsupportedError: the layer was set up without adapters.
         """
         bytes_here = self._exchange.config.extra_payload_bytes
-        if bytes_here != (NUMBER_BYTES,) or not hasattr(context.punica_wrapper, "adapter_numbers"):
+        if bytes_here[:1] != (NUMBER_BYTES,) or not hasattr(
+            context.punica_wrapper, "adapter_numbers"
+        ):
             raise UnsupportedError(
                 "vLLM gives adapters (LoRA) to a MoE layer that was set up without them "
                 f"({type(context.punica_wrapper).__name__}, extra payloads of {bytes_here} bytes). "
@@ -332,20 +337,25 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
         numbers, payloads = self._adapter_numbers(), tuple[torch.Tensor, ...]()
         if numbers is not None:
             payloads = (numbers.of_tokens(a1.shape[0]),)
-        elif self._exchange.config.extra_payload_bytes:  # vLLM gave adapters to other layers only
+        elif self._exchange.config.extra_payload_bytes[:1] == (NUMBER_BYTES,):
+            # vLLM gave adapters to other layers only.
             payloads = (a1.new_full((a1.shape[0],), BASE, dtype=torch.int32),)
+        ids, weights = topk_ids.contiguous(), topk_weights.contiguous().to(torch.float32)
+        is_padding, channel = self._padding(topk_ids.shape[0]), dbo_current_ubatch_id()
+        if self.audit is not None:
+            payloads += (self.audit.words(sent, ids, weights, is_padding, channel),)
         return dispatch(
             sent.rows,
-            topk_ids.contiguous(),
-            topk_weights.contiguous().to(torch.float32),
+            ids,
+            weights,
             payloads,
             scales=sent.scales,
             global_scale=sent.global_scale,
-            is_padding=self._padding(topk_ids.shape[0]),
+            is_padding=is_padding,
             max_tokens=bound_of_step(
                 _most_tokens_of_a_rank(), self._exchange.config.max_tokens_per_rank
             ),
-            channel=dbo_current_ubatch_id(),
+            channel=channel,
         )
 
     def _adapter_numbers(self) -> Any:
@@ -355,6 +365,8 @@ class MoeNvlinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular, abc.ABC)
 
     def _arrived(self, received: Dispatched, experts: VllmExpertsInput) -> mk.PrepareResultType:
         """Return what prepare returns. Local."""
+        if self.audit is not None:
+            received = self.audit.compared(received)
         self._received[received.metadata.channel] = received
         arrived = self._hand_out(received)
         numbers = self._adapter_numbers()

@@ -253,9 +253,10 @@ def serving(texts: Iterator[str]) -> Iterator[str]:
 def test_metrics_have_names_units_and_labels(moments: list[Moment]) -> None:
     _, _, last = moments
     lines = last.metrics.splitlines()
+    of_audits = ("audited", "audit_faults")  # without samples: nobody has asked for audits
     assert [line.split()[2:4] for line in lines if line.startswith("# TYPE")] == [
         [f"moe_nvlink_{name}_total", "counter"]
-        for name in ("rounds", "tokens", "bytes", "wait_seconds", "faults")
+        for name in ("rounds", "tokens", "bytes", "wait_seconds", "faults", *of_audits)
     ]
     stats = last.stats[1]
     remote = stats.bytes_combined_remote

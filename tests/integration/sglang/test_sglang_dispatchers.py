@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_nvlink_plugin.errors import ExchangeStateError, UnsupportedError
+from moe_nvlink_plugin.integration.common import audit as audit_module
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.integration.sglang.sglang_layer import (
@@ -103,6 +104,42 @@ def test_uneven_ranks_are_served_and_give_the_same_bits_again(
         return _worst(first, dense(*work)) if torch.equal(first, second) else float("inf")
 
     assert max(run_ranks(4, _with_pool(body))) < 1e-5
+
+
+@pytest.mark.parametrize("runner", ["cpu", "triton", "flashinfer_cutlass"])
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_rows_are_compared_while_serving(
+    runner: str, spoilt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The option audit_every; a wrong bit in what comes from rank 0 is counted by its receiver."""
+    monkeypatch.setattr(audit_module, "time", SimpleNamespace(time_ns=lambda: 2**23))
+
+    def body(pool: ExchangePool) -> Any:
+        subject, rank = dispatcher_of(pool, runner), pool.ranks.rank
+        exchange = subject._exchange
+        dispatch = exchange.dispatch
+
+        def spoil(*given: Any, **named: Any) -> Any:
+            received = dispatch(*given, **named)
+            count = int(received.recv_counts[0])
+            received.hidden_states.view(torch.uint8)[:count, 5] ^= 1
+            return received
+
+        if spoilt and rank == 1:
+            exchange.dispatch = spoil  # type: ignore[method-assign]
+        worst = 0.0
+        for number in range(24):
+            work = work_of((number + 3 * rank) % (CAPACITY + 1), 100 * number + rank)
+            worst = max(worst, _worst(layer(subject, *work), dense(*work)))
+        audit = pool.audit_of(exchange)
+        assert audit is not None
+        return worst, audit.found()
+
+    (worst, first), (_, second) = run_ranks(2, _with_pool(body, audit_every=2))
+    assert min(*first.rows, *second.rows) > 3
+    assert first.wrong == first.stale == second.stale == [0, 0]
+    assert second.wrong == [second.rows[0] if spoilt else 0, 0]
+    assert spoilt or worst < 1e-5
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

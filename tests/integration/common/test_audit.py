@@ -1,0 +1,457 @@
+"""Audits of rows while serving: no false alarm, and what each planted fault leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin.errors import ConfigError, DisagreementError
+from moe_nvlink_plugin.exchange.kernels import LAYER
+from moe_nvlink_plugin.integration.common import audit as audit_module
+from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
+from moe_nvlink_plugin.integration.common.audit import AUDIT_BYTES, Audit, Audited, AuditReport
+from moe_nvlink_plugin.integration.common.formats import Sent
+from moe_nvlink_plugin.integration.common.options import Options, Wording, read
+from moe_nvlink_plugin.integration.common.pool import ExchangePool
+from moe_nvlink_plugin.integration.vllm import metrics
+from moe_nvlink_plugin.jit import host
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
+from moe_nvlink_plugin.verify.cases import RECIPES
+from tests.integration.common.test_adapter_common import ToyInput
+from tests.support.delays import replace_once
+
+CPU = torch.device("cpu")
+WORDING = Wording("Toy", "--toy-backend moe_nvlink", "toy.yaml", "dispatch: bf16 in toy.yaml")
+SIZE, CAPACITY = 3, 12
+SCALE = torch.tensor([0.5])
+
+
+@pytest.fixture(autouse=True)
+def turns_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which tokens are audited does not depend on the clock."""
+    monkeypatch.setattr(audit_module, "time", SimpleNamespace(time_ns=lambda: 2**23))
+
+
+def config_of(rank: int, **values: Any) -> AllToAllConfig:
+    usual: dict[str, Any] = {
+        "ep_size": SIZE,
+        "ep_rank": rank,
+        "num_experts": 9,
+        "top_k": 4,
+        "hidden_size": 256,
+        "max_tokens_per_rank": CAPACITY,
+        "dtype": torch.bfloat16,
+        "extra_payload_bytes": (AUDIT_BYTES,),
+        "timeout_s": 60.0,
+        "first_timeout_s": 60.0,
+    }
+    return AllToAllConfig(**{**usual, **values})
+
+
+class Rank:
+    """A rank whose rounds are audited; `spoil` may change rows before they are compared."""
+
+    def __init__(self, group: ThreadGroup, every: int = 1, **values: Any) -> None:
+        self.exchange = MoeAllToAll.create(config_of(group.rank, **values), group)
+        self.audit = Audit(self.exchange, every, CPU)
+        self.random = torch.Generator().manual_seed(group.rank)
+        self.payloads: tuple[torch.Tensor, ...] = ()
+
+    def round(
+        self,
+        num_tokens: int,
+        spoil: Callable[[Any], object] = lambda received: None,
+        *,
+        given: Callable[[torch.Tensor], Sent] | None = None,
+        to_all: bool = False,
+    ) -> Any:
+        config, random = self.exchange.config, self.random
+        hidden = torch.randn(num_tokens, config.hidden_size, generator=random).to(config.dtype)
+        hidden[torch.rand(num_tokens, generator=random) < 0.1] = float("nan")
+        ids = torch.randint(-2, 11, (num_tokens, config.top_k), generator=random).to(torch.int32)
+        ids[torch.rand(num_tokens, generator=random) < 0.2] = -1
+        weights = torch.rand(num_tokens, config.top_k, generator=random)
+        padding = torch.rand(num_tokens, generator=random) < 0.2
+        if to_all:
+            ids[:] = torch.tensor([0, 3, 6, 1])
+            padding[:] = False
+        needs = getattr(self.exchange.recipe, "needs_global_scale", False)
+        sent = Sent(hidden, None, SCALE if needs else None) if given is None else given(hidden)
+        words = self.audit.words(sent, ids, weights, padding)
+        received = self.exchange.dispatch(
+            sent.rows,
+            ids,
+            weights,
+            (words,),
+            scales=sent.scales,
+            global_scale=sent.global_scale,
+            is_padding=padding,
+        )
+        spoil(received)
+        words_here = received.extra_payloads[-1]
+        received = self.audit.compared(received)
+        for tensor in (received.hidden_states, received.topk_weights, words_here):
+            tensor.view(torch.uint8).fill_(0xFF)  # what empty slots hold in the next round
+        region = self.exchange.combine_input(metadata=received.metadata)
+        region.zero_()
+        self.exchange.combine(region, received.metadata)
+        return received
+
+
+def audited(body: Callable[[Rank], Any], size: int = SIZE, **values: Any) -> list[Any]:
+    """What body returns on each rank; each rank's audits if it returns None."""
+
+    def rank_main(group: ThreadGroup) -> Any:
+        rank = Rank(group, **values)
+        with rank.exchange:
+            told = body(rank)
+            return rank.audit.found() if told is None else told
+
+    return run_ranks(size, rank_main)
+
+
+def ragged(rank: Rank, rounds: int = 24) -> None:
+    for number in range(rounds):
+        place = rank.exchange.config.ep_rank
+        received = rank.round((number * (place + 2) + 5 * place) % (CAPACITY + 1))
+        assert received.extra_payloads == ()
+
+
+# No false alarm.
+
+
+@pytest.mark.parametrize("ids", ["global", "local", "elsewhere"])
+@pytest.mark.parametrize("small", [0, CAPACITY])
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_rounds_without_a_fault(recipe: str | None, small: int, ids: str) -> None:
+    for found in audited(ragged, recipe=recipe, small_tokens=small, received_ids=ids):
+        assert min(found.rows) > 4
+        assert found.wrong == found.stale == [0] * SIZE
+        assert found.slots == [-1] * SIZE
+
+
+def test_rows_that_the_caller_has_quantised() -> None:
+    def body(rank: Rank) -> None:
+        recipe: Any = rank.exchange.recipe
+        for number in range(12):
+            rank.round(number, given=lambda hidden: Sent(*recipe.quantise(hidden)))
+
+    for found in audited(body, recipe="fp8_block"):
+        assert min(found.rows) > 2
+        assert found.wrong == found.stale == [0] * SIZE
+
+
+def test_rounds_after_a_rank_has_left() -> None:
+    """Ids of its experts travel as -1."""
+
+    def body(rank: Rank) -> Any:
+        place = rank.exchange.config.ep_rank
+        rank.round(CAPACITY)
+        rank.exchange.leave(SIZE - 1)
+        if place == SIZE - 1:
+            return ()
+        for _ in range(12):
+            rank.round(CAPACITY)
+        return None
+
+    for found in audited(body)[:-1]:
+        assert min(found.rows[:-1]) > 4
+        assert found.wrong == found.stale == [0] * SIZE
+
+
+def test_ranks_that_audit_in_other_rounds_compare_nothing_and_say_nothing() -> None:
+    def body(rank: Rank) -> None:
+        if rank.exchange.config.ep_rank == 1:
+            rank.audit._calls = [1]
+        ragged(rank)
+
+    zero, one, _two = audited(body, every=2)
+    assert zero.rows[1] == one.rows[0] == 0
+    assert zero.rows[2] > 2
+    assert not any(map(any, (zero.wrong, zero.stale, one.wrong, one.stale)))
+
+
+def test_each_token_has_its_turn() -> None:
+    def body(rank: Rank) -> set[int]:
+        ids = torch.zeros(5, 4, dtype=torch.int32)
+        ids[2] = -1
+        weights = torch.ones(5, 4)
+        sent = Sent(torch.ones(5, 256, dtype=torch.bfloat16))
+        seen = set()
+        for _ in range(5):
+            words = rank.audit.words(sent, ids, weights, None)
+            (token,) = words[:, 1].nonzero().flatten().tolist()
+            assert len(set((words[:, 0] >> 24).tolist())) == 1
+            assert (words[:, 0] % 2**24).tolist() == list(range(5))
+            seen.add(token)
+        return seen
+
+    assert audited(body, size=1, ep_size=1) == [{0, 1, 3, 4}]
+
+
+def test_every_round_of_n_is_audited() -> None:
+    def body(rank: Rank) -> list[bool]:
+        told = []
+        for _ in range(7):
+            rank.round(1)
+            told.append(rank.audit._is_turn[0])
+        return told
+
+    assert audited(body, size=1, ep_size=1, every=3) == [[False, False, True] * 2 + [False]]
+
+
+# Planted faults.
+
+
+def slot_of_audited(received: Any, source: int) -> int | None:
+    bound = received.metadata.max_tokens
+    first, count = source * bound, int(received.recv_counts[source])
+    hits = received.extra_payloads[-1][first : first + count, 1].nonzero().flatten().tolist()
+    return first + hits[0] if hits else None
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8_block", "mxfp8", "fp8_tensor"])
+def test_a_wrong_byte_anywhere_is_found(recipe: str | None) -> None:
+    """Of the row, its scales, ids and weights."""
+
+    def body(rank: Rank) -> Any:
+        missed: list[Any] = []
+        places = 0
+
+        def spoil(received: Any) -> None:
+            nonlocal places
+            slot = slot_of_audited(received, 1)
+            if slot is None or places > 1000:
+                return
+            parts = [received.hidden_states, received.topk_ids, received.topk_weights]
+            parts += [] if received.scales is None else [received.scales]
+            for number, part in enumerate(parts):
+                row = part.view(torch.uint8)[slot]
+                for place in range(len(row)):
+                    before = sum(rank.audit._found[0, 1].tolist())
+                    row[place] ^= 1 << place % 8
+                    rank.audit.compared(received)
+                    row[place] ^= 1 << place % 8
+                    places += 1
+                    if sum(rank.audit._found[0, 1].tolist()) != before + 1:
+                        missed.append((number, place))
+
+        for _ in range(8):
+            rank.round(CAPACITY, spoil)
+        return missed, places
+
+    for missed, places in audited(body, recipe=recipe):
+        assert missed == []
+        assert places > 256
+
+
+def test_a_slot_that_was_not_written_is_found() -> None:
+    """It holds a whole row of an earlier round, with its own checksum, or of one without audit."""
+
+    def body(rank: Rank) -> Any:
+        old: list[torch.Tensor] = []
+
+        def keep(received: Any) -> None:
+            old.append(received.extra_payloads[-1].clone())
+
+        def stale(received: Any) -> None:
+            slot = int(received.recv_counts[0]) - 1  # the last of rank 0
+            received.extra_payloads[-1][slot] = old[0][slot]
+
+        rank.round(CAPACITY, keep)
+        rank.round(CAPACITY, stale)
+        return rank.audit.found().stale
+
+    assert audited(body) == [[1, 0, 0]] * SIZE
+
+
+def test_a_row_in_two_slots_is_found() -> None:
+    """With all that belongs to it, so its checksum holds."""
+
+    def body(rank: Rank) -> Any:
+        def twice(received: Any) -> None:
+            for tensor in (received.hidden_states, received.topk_ids, received.topk_weights):
+                tensor.view(torch.uint8)[1] = tensor.view(torch.uint8)[0]
+            received.extra_payloads[-1][1] = received.extra_payloads[-1][0]
+
+        for _ in range(2):
+            rank.round(CAPACITY, twice, to_all=True)
+        return rank.audit.found().stale, rank.audit.found().wrong
+
+    assert audited(body) == [([2, 0, 0], [0, 0, 0])] * SIZE
+
+
+def test_a_round_that_is_wholly_old_is_found() -> None:
+    def body(rank: Rank) -> Any:
+        def again(received: Any) -> None:
+            rank.audit.compared(received)
+
+        rank.round(CAPACITY, again)
+        return rank.audit.found().stale
+
+    assert audited(body) == [[1] * SIZE] * SIZE
+
+
+#: As in tests/core/verify/test_checks.py: what is planted -> line, what stands there instead, and
+#: the rounds that show it.
+FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "a row in a slice's last slot": (
+        "slot = target * geometry.max_tokens_per_rank + place;",
+        "slot = target * geometry.max_tokens_per_rank + place;\n"
+        "      if (place == geometry.max_tokens_per_rank - 1) row = row - 1;",
+        {"small_tokens": 0},
+    ),
+    "rows in each other's slots": (
+        "static_cast<uint64_t>(row) * payload.row_bytes);\n      present = place + 1;",
+        "static_cast<uint64_t>(row ^ 1) * payload.row_bytes);\n      present = place + 1;",
+        {"small_tokens": 0},
+    ),
+    "scales in each other's place": (
+        "put(scales + offset, vector);",
+        "put(scales, vector);",
+        {"small_tokens": CAPACITY, "recipe": "fp8_block", "hidden_size": 384},
+    ),
+}
+EACH_FAULT = [
+    fault if fault == "rows in each other's slots" else pytest.param(fault, marks=pytest.mark.long)
+    for fault in FAULTS
+]
+
+
+@pytest.mark.parametrize("fault", EACH_FAULT)
+def test_a_fault_of_the_kernels_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    line, instead, values = FAULTS[fault]
+    library = host.HostLibrary(
+        host.build(replace_once(LAYER.host_source(), line, instead), (*host.FLAGS, "-O0"))
+    )
+    monkeypatch.setattr(host, "load", lambda _text: library)
+
+    def body(rank: Rank) -> None:
+        for _ in range(2 * CAPACITY):
+            # A token without a destination has no row to be taken for another's.
+            rank.round(CAPACITY, to_all=fault.startswith("a row in"))
+
+    found = audited(body, **values)
+    assert any(sum(one.wrong) + sum(one.stale) for one in found), found
+
+
+# What becomes of it.
+
+
+class Finds:
+    """Stands for an Audit."""
+
+    def __init__(self, found: Audited) -> None:
+        self.now = found
+
+    def found(self) -> Audited:
+        return self.now
+
+
+def test_a_fault_is_counted_always_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    fine = Audited([5, 6], [0, 0], [0, 0], [-1, -1])
+    one: Any = Finds(fine)
+    report = AuditReport(0)
+    with caplog.at_level(logging.ERROR):
+        assert report.snapshot([one]) == {"audited": [5, 6], "audit_faults": [0, 0]}
+        assert not caplog.records
+        one.now = Audited([6, 7], [0, 2], [0, 1], [-1, 17])
+        told = report.snapshot([Finds(fine), one])  # type: ignore[list-item]
+        assert told == {"audited": [11, 13], "audit_faults": [0, 3]}
+        report.snapshot([one])
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "rank 0" in said
+    assert (
+        "exchange 1: 2 of 7 rows from rank 1 have other bytes than it sent, last in slot 17" in said
+    )
+    snapshot = {
+        **dict.fromkeys(("rounds", "tokens", "faults", "ep_rank"), 0),
+        **dict.fromkeys(("bytes_dispatched", "bytes_dispatched_remote"), 0),
+        **dict.fromkeys(("bytes_combined", "bytes_combined_remote"), 0),
+        "waited_ns": [],
+        **told,
+    }
+    samples = list(metrics.samples(snapshot))
+    assert ("moe_nvlink_audit_faults", ("0", "1"), 3) in samples
+    assert ("moe_nvlink_audited", ("0", "0"), 11) in samples
+    assert all(name in metrics.FAMILIES for name, _labels, _value in samples)
+
+
+def test_without_the_option_nothing_is_told() -> None:
+    assert AuditReport(0).snapshot([]) == {}
+
+
+def test_counters_and_turns_outlive_lost_memory() -> None:
+    def body(rank: Rank) -> Any:
+        for _ in range(6):
+            rank.round(CAPACITY)
+        before = rank.audit.found()
+        for tensor in (rank.audit._factors, rank.audit._found, rank.audit._turns):
+            tensor.fill_(-1)
+        rank.audit._latest.fill_(2**62)
+        rank.audit.restore()
+        assert rank.audit.found() == before
+        return None
+
+    for found in audited(body):
+        assert found.wrong == found.stale == [0] * SIZE
+
+
+# The option.
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.0, "10", None, 10**9 + 1])
+def test_options_that_are_no_number_of_rounds_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"toy.yaml: audit_every=.* is no number of rounds"):
+        read({"audit_every": value}, WORDING)
+
+
+def test_the_option_is_off_by_default() -> None:
+    assert read({}, WORDING).audit_every == 0
+    assert read({"audit_every": 500}, WORDING).audit_every == 500
+
+
+GEOMETRY = Geometry(4, 2, 128, 3, torch.float32)
+
+
+def pool_of(group: ThreadGroup, **options: Any) -> ExchangePool:
+    return ExchangePool(Ranks(group, group.rank, group.size, WORDING), CPU, Options(**options))
+
+
+def test_ranks_that_disagree_are_refused_by_name() -> None:
+    def body(group: ThreadGroup) -> None:
+        pool = pool_of(group, audit_every=5 + group.rank)
+        pool.agree_on_format("layer 0", ToyInput(None), GEOMETRY)
+
+    for outcome in try_ranks(2, body):
+        assert isinstance(outcome, DisagreementError)
+        assert "audit_every 5" in str(outcome)
+        assert "audit_every 6" in str(outcome)
+
+
+def test_a_pool_audits_only_if_the_user_says_so() -> None:
+    def body(group: ThreadGroup) -> tuple[Any, Any]:
+        told = []
+        for every in (0, 7):
+            pool = pool_of(group, audit_every=every)
+            exchange = pool.exchange(GEOMETRY)
+            told.append((pool.audit_of(exchange) is None, exchange.config.extra_payload_bytes))
+            pool.close()
+        return told[0], told[1]
+
+    assert run_ranks(2, body) == [((True, ()), (False, (AUDIT_BYTES,)))] * 2
+
+
+def test_words_travel_last() -> None:
+    (group,) = ThreadGroup.ranks(1)
+    config = pool_of(group, audit_every=1).config(GEOMETRY._replace(extra_payload_bytes=(4,)))
+    assert config.extra_payload_bytes == (4, AUDIT_BYTES)
+    assert dataclasses.replace(config, extra_payload_bytes=()) == pool_of(group).config(GEOMETRY)
