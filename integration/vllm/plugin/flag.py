@@ -107,15 +107,15 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
     It does not change a parser without that option, such as some of vLLM's tools build.
     """
     options = parser._option_string_actions
-    action, additional = options.get(_OPTION), options.get(_ADDITIONAL_OPTION)
+    action: Any = options.get(_OPTION)
+    additional = options.get(_ADDITIONAL_OPTION)
     if action is None or additional is None or isinstance(action, _BackendAction):
         return
     # With a registry of backends (`moe.factory`), vLLM takes any name, and shows those it has.
-    shown: Any = action.metavar
     if action.choices is not None:
         action.choices = [*action.choices, BACKEND]
-    elif isinstance(shown, list):
-        action.metavar = [*shown, BACKEND]
+    elif isinstance(action.metavar, list):
+        action.metavar = [*action.metavar, BACKEND]
     action.help = (action.help or "") + _HELP
     # The actions keep vLLM's groups and order; only their reaction to a value changes.
     action.__class__ = _BackendAction
