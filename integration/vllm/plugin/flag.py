@@ -205,7 +205,7 @@ def _with_key(additional: Any) -> dict[str, Any]:
 def take_name(vllm_config: Any) -> None:
     """Change ``ParallelConfig(all2all_backend="moe_nvlink")`` in place to the carrier. Local.
 
-    A vLLM that has a registry of backends (`moe.factory`) accepts our name there.
+    Only a vLLM that has a registry of backends (`moe.factory`) accepts our name there.
 
     Raises:
         ConfigError: ``additional_config`` is not a dict.
