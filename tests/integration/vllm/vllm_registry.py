@@ -45,14 +45,14 @@ class Factory:
 
 
 @vllm_config.config
-class OpenParallelConfig(vllm_config.ParallelConfig):
+class OpenParallelConfig(vllm_config.ParallelConfig):  # type: ignore[misc]
     """vLLM's, which takes any name, and asks the set which backends have sequence parallelism."""
 
     all2all_backend: str = "allgather_reducescatter"
 
     @property
     def use_sequence_parallel_moe(self) -> bool:
-        known = self.all2all_backend in parallel.SEQUENCE_PARALLEL_MOE_BACKENDS  # type: ignore[attr-defined]
+        known = self.all2all_backend in parallel.SEQUENCE_PARALLEL_MOE_BACKENDS
         sizes = self.tensor_parallel_size, self.data_parallel_size
         return known and self.enable_expert_parallel and min(sizes) > 1
 
