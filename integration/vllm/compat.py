@@ -319,7 +319,9 @@ FIELDS = (
                 "is_lora_enabled is_sequence_parallel max_num_tokens moe_parallel_config "
                 "num_experts skip_final_all_reduce sp_size"
             ),
-            f"{_MOE}.config:FusedMoEParallelConfig": "enable_eplb use_all2all_kernels",
+            f"{_MOE}.config:FusedMoEParallelConfig": (
+                "all2all_backend enable_eplb use_all2all_kernels"
+            ),
             f"{_MOE}.config:FusedMoEQuantConfig": (
                 "a1_gscale a1_scale block_shape is_scale_swizzled mx_alignment "
                 "per_act_token_quant quant_dtype"

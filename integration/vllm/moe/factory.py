@@ -1,7 +1,6 @@
 """Our prepare/finalize by vLLM's registry of factories (pull request 50556), where there is one.
 
-No release has the registry yet. This was written after the pull request, and tested against a
-stand-in.
+No release has the registry yet; this was tested against a stand-in.
 
 Our layers do not come by it. ``parallel_config`` keeps its carrier (``backend``), because the rest
 of vLLM knows the carrier and not us: its communicators raise for other names, and LoRA layers
@@ -44,9 +43,12 @@ def put_in_place() -> None:
     Without it this does nothing. If the registry is another than we know, or already has our name,
     this logs one warning. Our layers are served in any case.
     """
-    differs = compat.registry_differs()
-    if differs == "":
-        differs = _register()
+    try:
+        differs = compat.registry_differs()
+        if differs == "":
+            differs = _register()
+    except Exception as error:  # our layers need nothing that this vLLM may have there
+        differs = f"{type(error).__name__}: {error}"
     if differs:
         _warn(differs)
 
@@ -62,10 +64,7 @@ def _register() -> str:
             "supports_sequence_parallel": True,  # as under the carrier
             "create": classmethod(create),
         }
-        try:
-            register(type("MoeNvlinkFactory", (base,), members))
-        except Exception as error:
-            return f"{register.__name__} raised {type(error).__name__}: {error}"
+        register(type("MoeNvlinkFactory", (base,), members))
         present = known.get(BACKEND)
     if getattr(present, "__module__", None) != __name__:
         return f"it has {present} for {BACKEND}"

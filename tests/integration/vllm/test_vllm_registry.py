@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -222,6 +223,10 @@ class NoSequences:
     create = Factory.create
 
 
+class NoFunction(Factory):
+    create = "of another kind"  # type: ignore[assignment]
+
+
 def _without(module: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda monkeypatch: monkeypatch.delattr(module, name)
 
@@ -258,8 +263,10 @@ def _refuse(_cls: Any) -> None:
         ),
         (
             _with(all2all_utils, vllm_registry.REGISTER, _refuse),
-            "_refuse raised TypeError: two arguments are needed",
+            "TypeError: two arguments are needed",
         ),
+        (_with(all2all_utils, vllm_registry.FACTORIES, [BACKEND]), "AttributeError: 'list' object"),
+        (_with(prepare_finalize, vllm_registry.BASE, NoFunction), "TypeError: .*not a callable"),
         (
             _with(all2all_utils, vllm_registry.FACTORIES, {BACKEND: OtherCreate}),
             "it has .*OtherCreate.* for moe_nvlink",
@@ -274,7 +281,7 @@ def test_another_registry_is_left_alone_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     change(monkeypatch)
-    before = dict(getattr(all2all_utils, vllm_registry.FACTORIES, {}))
+    before = copy.copy(getattr(all2all_utils, vllm_registry.FACTORIES, {}))
     with caplog.at_level(logging.WARNING):
         factory.put_in_place()
         factory.put_in_place()
