@@ -7,10 +7,11 @@ a user does.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_nvlink_plugin.errors import UnsupportedError
 
@@ -119,16 +120,23 @@ def minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
+def find(touched: Touched) -> Any:
+    """Return what the installed framework has under the name. Local; imports the name's module.
+
+    Raises:
+        ImportError: there is no such module.
+        AttributeError: the module has no such name.
+    """
+    module = importlib.import_module(touched.module)
+    return functools.reduce(getattr, touched.name.split("."), module)
+
+
 def exists(touched: Touched) -> bool:
     """Return whether the installed framework has the name. Local; imports the name's module."""
     try:
-        found: object = importlib.import_module(touched.module)
-    except ImportError:
+        find(touched)
+    except (ImportError, AttributeError):
         return False
-    for part in touched.name.split("."):
-        if not hasattr(found, part):
-            return False
-        found = getattr(found, part)
     return True
 
 

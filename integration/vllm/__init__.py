@@ -16,7 +16,8 @@ only the modules beside this one.
   every name of vLLM that we touch, and registers our classes instead of vLLM's.
 * ``moe``: two of our classes instead of vLLM's (``layers``), and per MoE layer a fused MoE method
   (``method``), a ``prepare_finalize`` (``cpu_prepare_finalize``, ``cuda_prepare_finalize``), and
-  what its experts take (``experts_input``, ``cpu_fp8_experts``). By ``features`` the next two rooms
+  what its experts take (``experts_input``, ``cpu_fp8_experts``). ``factory`` makes a
+  ``prepare_finalize`` by name, if vLLM has a registry of them. By ``features`` the next two rooms
   add to a layer.
 * ``balancing`` (``--enable-eplb``): what is refused and begun (``eplb``), what vLLM lacks on CPU
   ranks (``host_balancer``, ``cpu_layers``), and what follows a move of experts (``moves``) or a

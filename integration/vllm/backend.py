@@ -3,7 +3,8 @@
 ``ParallelConfig.all2all_backend`` takes a closed list of names. Therefore our choice travels in
 ``additional_config["all2all_backend"]``, which vLLM passes to every process and hashes into its
 compile cache. ``parallel_config`` keeps ``allgather_reducescatter``. With this value vLLM chooses
-the experts classes and the sequence-parallel MoE that we can serve.
+the experts classes and the sequence-parallel MoE that we can serve. It stays so where vLLM takes
+any name (`moe.factory` says why).
 
 This module imports nothing at its top, because vLLM's command line needs it even if our other
 modules cannot be imported.

@@ -9,6 +9,7 @@ starts. ``python -m moe_nvlink_plugin.integration.vllm.compat`` prints all.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
@@ -325,7 +326,9 @@ FIELDS = (
                 "is_lora_enabled is_sequence_parallel max_num_tokens moe_parallel_config "
                 "num_experts skip_final_all_reduce sp_size"
             ),
-            f"{_MOE}.config:FusedMoEParallelConfig": "enable_eplb use_all2all_kernels",
+            f"{_MOE}.config:FusedMoEParallelConfig": (
+                "all2all_backend enable_eplb use_all2all_kernels"
+            ),
             f"{_MOE}.config:FusedMoEQuantConfig": (
                 "a1_gscale a1_scale block_shape is_scale_swizzled mx_alignment "
                 "per_act_token_quant quant_dtype"
@@ -410,6 +413,23 @@ FIELDS = (
     *_draft_fields(),
 )
 
+#: vLLM's pull request 50556, in no release yet: a registry of prepare/finalize factories.
+#: `moe.factory` takes the first three, in this order, if all are there. Nothing needs them.
+REGISTRY = tuple(
+    one._replace(why="moe.factory: our prepare/finalize by name; pull request 50556, no release")
+    for one in (
+        *hook(f"{_MOE}.all2all_utils", "register_moe_prepare_finalize_factory"),
+        *use(f"{_MOE}.all2all_utils", "_PREPARE_FINALIZE_FACTORIES"),
+        *hook(
+            f"{_MOE}.prepare_finalize",
+            "MoEPrepareFinalizeFactory",
+            "MoEPrepareFinalizeFactory.supports_sequence_parallel",
+            "MoEPrepareFinalizeFactory.create(moe, quant_config, routing_tables, all2all_manager,"
+            "allow_new_interface, use_monolithic, eep_stage)",
+        ),
+    )
+)
+
 #: Names of vLLM's ops that we call; `OPS_MODULE` registers all of them.
 OPS = ("moe_forward", "moe_forward_shared")
 OPS_MODULE = _RUNNER
@@ -492,6 +512,23 @@ def check_elastic_names(device_type: str) -> None:
     _require(touched(device_type, {"elastic"}))
 
 
+def registry_differs() -> str | None:
+    """Return how vLLM's registry of factories differs from `REGISTRY`; "" if it does not. Local.
+
+    None: there is no registry.
+    """
+    missing = [one for one in REGISTRY if not names.exists(one)]
+    if len(missing) == len(REGISTRY):
+        return None
+    if missing:
+        return "it lacks " + ", ".join(f"{one.module}.{one.name}" for one in missing)
+    for one in (one for one in REGISTRY if one.parameters is not None):
+        found = tuple(inspect.signature(names.find(one)).parameters)
+        if sorted(found) != sorted(one.parameters or ()):
+            return f"{one.name} takes {list(found)}, we know {list(one.parameters or ())}"
+    return ""
+
+
 def _require(needed: Iterable[Touched]) -> None:
     names.require(needed, "vLLM", vllm_version(), READ[-1])
 
@@ -519,4 +556,4 @@ def put_in_place(original: Any, ours: type) -> None:
 
 
 if __name__ == "__main__":
-    print(names.table(touched(), FIELDS))
+    print(names.table([*touched(), *REGISTRY], FIELDS))

@@ -28,7 +28,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration import overrides
 from moe_nvlink_plugin.integration.vllm import compat
-from moe_nvlink_plugin.integration.vllm.backend import BACKEND, selected_here
+from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, selected_here
 
 from . import idle_steps
 from .features import features_of
@@ -89,7 +89,11 @@ class MoeNvlinkRoutedExperts(RoutedExperts):
 
     @overrides
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
-        ours = selected_here() and moe_config.moe_parallel_config.use_all2all_kernels
+        parallel = moe_config.moe_parallel_config
+        ours = selected_here() and parallel.use_all2all_kernels
+        if ours and parallel.all2all_backend == BACKEND:
+            # Else vLLM's registry (`factory`) would serve this layer too.
+            parallel.all2all_backend = CARRIER
         if ours and hasattr(moe_config, "require_decomposed_backend"):
             # vLLM 0.33 and newer then chooses no experts that route inside their kernel.
             moe_config.require_decomposed_backend = True

@@ -159,7 +159,7 @@ def install(quant_method: Any, layer: Any, features: Sequence[Feature] = ()) -> 
     with pool.ranks.telling_all(layer.layer_name):
         _process(quant_method, layer)
         _check_modular(quant_method, layer)
-        _check_summed_once(layer)
+        check_summed_once(layer.layer_name, layer.moe_config)
         experts = quant_method.moe_kernel.fused_experts
         taken = _experts_input(experts, layer, features)
     exchange, chosen = _exchange(pool, layer.layer_name, layer.moe_config, experts, taken, features)
@@ -190,19 +190,30 @@ def install_for(
         UnsupportedError: our exchange cannot serve the experts.
         PeerError: another rank raised.
     """
+    prepare_finalize = prepare_finalize_for(pool, layer.layer_name, moe, experts)
     with pool.ranks.telling_all(layer.layer_name):
-        taken = _experts_input(experts, layer, ())
-    exchange, chosen = _exchange(pool, layer.layer_name, moe, experts, taken)
-    with pool.ranks.telling_all(layer.layer_name):
-        config = exchange.config
-        first, end = local_expert_range(config.num_experts, config.ep_size, config.ep_rank)
-        # As vLLM places experts when ranks come or go.
-        expert_map = torch.full((config.num_experts,), -1, dtype=torch.int32, device=pool.device)
-        expert_map[first:end] = torch.arange(end - first, dtype=torch.int32)
-        prepare_finalize = _prepare_finalize(pool, exchange, expert_map, chosen)
         method = MoeNvlinkFusedMoEMethod(replaced, prepare_finalize, experts)
     pool.ranks.agree(Proposal(layer.layer_name))
     return method
+
+
+def prepare_finalize_for(
+    pool: ExchangePool, layer_name: str, moe: Any, experts: Any
+) -> MoeNvlinkPrepareAndFinalize:
+    """Return our prepare/finalize for experts without features. Collective over the pool's ranks.
+
+    After it all ranks call `Ranks.agree`. Arguments and errors are those of `install_for`.
+    """
+    with pool.ranks.telling_all(layer_name):
+        taken = VllmExpertsInput.of(experts)
+    exchange, chosen = _exchange(pool, layer_name, moe, experts, taken)
+    with pool.ranks.telling_all(layer_name):
+        config = exchange.config
+        first, end = local_expert_range(config.num_experts, config.ep_size, config.ep_rank)
+        # As vLLM places experts when ranks come or go, and without routing tables.
+        expert_map = torch.full((config.num_experts,), -1, dtype=torch.int32, device=pool.device)
+        expert_map[first:end] = torch.arange(end - first, dtype=torch.int32)
+        return _prepare_finalize(pool, exchange, expert_map, chosen)
 
 
 def _exchange(
@@ -300,15 +311,18 @@ def _check_modular(quant_method: Any, layer: Any) -> None:
         )
 
 
-def _check_summed_once(layer: Any) -> None:
+def check_summed_once(layer_name: str, moe: Any) -> None:
     """Check that the model does not sum what combine has summed. Local.
 
-    Models say so in the layer's configuration after they have made the layer.
+    Models say so in the layer's configuration (FusedMoEConfig) after they have made the layer.
+
+    Raises:
+        UnsupportedError: it does.
     """
-    if getattr(layer.moe_config, "skip_final_all_reduce", False):
+    if getattr(moe, "skip_final_all_reduce", False):
         raise UnsupportedError(
             f"--all2all-backend {BACKEND}: the model (Inkling is one) sums the output of "
-            f"{layer.layer_name} over the tensor-parallel ranks itself, and combine has summed it "
+            f"{layer_name} over the tensor-parallel ranks itself, and combine has summed it "
             "over all ranks. Use another backend for this model."
         )
 

@@ -75,11 +75,12 @@ def attach(communicator: Any, device: torch.device, store_group: Any = None) -> 
         scales=getattr(vllm_config.parallel_config, "enable_elastic_ep", False),
     )
     from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
-    from moe_nvlink_plugin.integration.vllm.moe import layers
+    from moe_nvlink_plugin.integration.vllm.moe import factory, layers
 
     # Each stage of a pipeline has an expert-parallel group of its own, with ranks from 0.
     stage = get_pp_group().rank_in_group
     layers.put_in_place()
+    factory.put_in_place()
     if balances:
         eplb.put_in_place(device.type)
     if adapts:

@@ -102,15 +102,20 @@ class _AdditionalConfigAction(argparse._StoreAction):
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
-    """Add our name to the choices of ``--all2all-backend``. Local; idempotent.
+    """Add our name to the choices of ``--all2all-backend``, if it has any. Local; idempotent.
 
     It does not change a parser without that option, such as some of vLLM's tools build.
     """
     options = parser._option_string_actions
-    action, additional = options.get(_OPTION), options.get(_ADDITIONAL_OPTION)
+    action: Any = options.get(_OPTION)
+    additional = options.get(_ADDITIONAL_OPTION)
     if action is None or additional is None or isinstance(action, _BackendAction):
         return
-    action.choices = [*(action.choices or ()), BACKEND]
+    # With a registry of backends (`moe.factory`), vLLM takes any name, and shows those it has.
+    if action.choices is not None:
+        action.choices = [*action.choices, BACKEND]
+    elif isinstance(action.metavar, list):
+        action.metavar = [*action.metavar, BACKEND]
     action.help = (action.help or "") + _HELP
     # The actions keep vLLM's groups and order; only their reaction to a value changes.
     action.__class__ = _BackendAction
@@ -183,14 +188,31 @@ def map_engine_args(engine_args: Any) -> None:
             f"on {type(current_platform).__name__}. Unset VLLM_TARGET_DEVICE, list moe_nvlink in "
             "VLLM_PLUGINS if that is set, and uninstall or disable other platform plugins."
         )
-    additional = engine_args.additional_config or {}
-    if not isinstance(additional, dict):
+    engine_args.additional_config = _with_key(engine_args.additional_config)
+    engine_args.all2all_backend = CARRIER
+
+
+def _with_key(additional: Any) -> dict[str, Any]:
+    """Return ``additional_config`` with our key. Local; raises ConfigError if it is no dict."""
+    if not isinstance(additional or {}, dict):
         raise ConfigError(
             f"additional_config is a {type(additional).__name__}; with "
             f'all2all_backend="{BACKEND}" it must be a dict, to which the key "{KEY}" is added.'
         )
-    engine_args.additional_config = {**additional, KEY: BACKEND}
-    engine_args.all2all_backend = CARRIER
+    return {**(additional or {}), KEY: BACKEND}
+
+
+def take_name(vllm_config: Any) -> None:
+    """Change ``ParallelConfig(all2all_backend="moe_nvlink")`` in place to the carrier. Local.
+
+    Only a vLLM that has a registry of backends (`moe.factory`) accepts our name there.
+
+    Raises:
+        ConfigError: ``additional_config`` is not a dict.
+    """
+    if vllm_config.parallel_config.all2all_backend == BACKEND:
+        vllm_config.additional_config = _with_key(vllm_config.additional_config)
+        vllm_config.parallel_config.all2all_backend = CARRIER
 
 
 def patch_engine_args() -> None:

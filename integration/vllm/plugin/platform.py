@@ -78,6 +78,7 @@ class MoeNvlinkPlatform(_Base):
             UnsupportedError: we cannot serve the configuration.
             ConfigError: it has options that nothing would read.
         """
+        flag.take_name(vllm_config)
         is_selected = backend.is_selected(vllm_config)
         if is_selected:
             logs.show_through(logging.getLogger("vllm"))  # vLLM has configured its loggers again

@@ -275,7 +275,7 @@ def decomposed():
     RoutedExperts._get_quant_method = lambda self, prefix, quant, moe: seen.append(vars(moe)) or (
         SimpleNamespace(process_weights_after_loading=None)
     )
-    ep = SimpleNamespace(use_all2all_kernels=True)
+    ep = SimpleNamespace(use_all2all_kernels=True, all2all_backend="allgather_reducescatter")
     layer = object.__new__(layers.MoeNvlinkRoutedExperts)
     for asked in (True, False):
         layers.selected_here = lambda: asked

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from moe_nvlink_plugin.integration.common.agreement import Ranks
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
-from moe_nvlink_plugin.integration.vllm.backend import BACKEND, KEY
+from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
 from moe_nvlink_plugin.integration.vllm.moe import layers, method
 from moe_nvlink_plugin.testing import ThreadGroup
@@ -131,11 +131,13 @@ def make_layer(
     *,
     redundant: int | None = None,
     name: str = "layer 3",
+    backend: str = CARRIER,
 ) -> Any:
     """The rank's routed experts, of our class, not loaded; `redundant`: with load balancing."""
     balances = redundant is not None
     physical = NUM_EXPERTS + (redundant or 0)
     parallel = parallel_of(ep_size, rank, balances=balances)
+    parallel.all2all_backend = backend
     placed = ExpertMapManager(
         max_num_batched_tokens=CAPACITY,
         top_k=TOP_K,
