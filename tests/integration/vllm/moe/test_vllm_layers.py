@@ -294,7 +294,7 @@ def classes_by_device():
     method.CudaPrepareAndFinalize, method.CpuPrepareAndFinalize = of("cuda"), of("cpu")
     options = SimpleNamespace(overlap_shared_experts=False)
     for device in ("cpu", "cuda"):
-        pool = SimpleNamespace(device=torch.device(device), options=options)
+        pool = SimpleNamespace(device=torch.device(device), options=options, audit_of=str)
         method._prepare_finalize(pool, "one", None, None)
     return made
 
