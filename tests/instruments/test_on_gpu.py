@@ -113,7 +113,7 @@ def test_breadth_rehearsed(tmp_path: Path) -> None:
     found = outcomes(tmp_path, "breadth")
     assert list(found) == outcomes_of("breadth")
     assert {name for name, outcome in found.items() if outcome == "passed"} == {
-        *("verify-all", "verify-pdl", "racecheck", "memcheck", "synccheck", "initcheck")
+        *("verify-all", "verify-pdl", "tune", "racecheck", "memcheck", "synccheck", "initcheck")
     }
     assert re.search(r"^\[cases\] ", said, re.MULTILINE), "which of those side by side said it"
     for tool in ("racecheck", "memcheck", "synccheck"):

@@ -194,7 +194,7 @@ BREADTH = Stage(
         (
             _step(
                 "tune",
-                70,
+                65,
                 # One word: without a gain there is no file.
                 "-m moe_nvlink_plugin tune --ranks 1 --budget 45 --output={results}-tune.json",
                 "--device cpu --hidden-size 256 --num-experts 8 --max-tokens 4 --budget 1",
