@@ -89,10 +89,11 @@ def test_each_in_its_turn(tmp_path: Path) -> None:
     assert len(tests) == 3 * 10
     processes = dict(sorted({(one.file, one.process) for one in ran}))
     assert len({(one.file, one.process) for one in ran}) == len(processes) == 10
-    workers = len({one.process for one in tests})
-    assert workers > 1
-    assert {one.file for one in tests[:workers]} & set(SERVERS), "servers start first"
-    assert processes[SERVERS[0]] == processes[SERVERS[1]]
+    assert len({one.process for one in tests}) > 1
+    (of_servers,) = {processes[file] for file in SERVERS}
+    # Of its process: another may be slow to begin what it was given first.
+    first = next(one.file for one in tests if one.process == of_servers)
+    assert first in SERVERS, "servers start first"
     for one in (one for one in ran if one.file in ALONE):
         beside = [other for other in ran if other.start < one.end and one.start < other.end]
         assert {other.file for other in beside} == {one.file}
