@@ -31,16 +31,16 @@ if __package__ in (None, ""):
 
 from benchmarks import common
 from benchmarks.moe_comm import clocked, gb200
-from benchmarks.moe_comm.terms import VERBS, Work
+from benchmarks.moe_comm.terms import FORMATS, VERBS, Work
 from benchmarks.reporting import tables
 from benchmarks.reporting.files import Result
-from moe_nvlink_plugin.config import MAX_SMALL_TOKENS
+from moe_nvlink_plugin.config import COMBINE_FORMATS, MAX_SMALL_TOKENS
 from tests.support.ptx import costs
 from tests.support.ptx.critical_path import round_trips, totals
 
 SCHEMA = 1
 LABEL = "modelled"
-TOKENS = (1, 4, 16, 32, 64, 128, 512)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 KERNELS: Mapping[str, type[clocked.Layer]] = {
     "moe_nvlink": clocked.Ours,
     "moe_nvlink_small": clocked.Small,
@@ -75,6 +75,8 @@ def run(
 def rows_of(kernels: str, work: Work, machine: str, verbs: Sequence[str]) -> list[Row]:
     """Return a row for each verb."""
     fitted = run(kernels, work, machine, verbs, {})
+    if kernels.startswith("flashinfer") and work.combine != "bf16":
+        verbs = [verb for verb in verbs if verb == "dispatch"]  # its combine is run for bf16 alone
     is_small = work.tokens <= clocked.MOST_TOKENS_WITH_PATHS
     low = run(kernels, work, machine, verbs, costs.expected(machine)) if is_small else {}
     return [
@@ -83,6 +85,8 @@ def rows_of(kernels: str, work: Work, machine: str, verbs: Sequence[str]) -> lis
             "kernels": kernels,
             "machine": machine,
             "ep_size": work.ep_size,
+            "recipe": work.recipe,
+            "combine": work.combine,
             "tokens": work.tokens,
             "verb": verb,
             "us": fitted[verb].us,
@@ -146,6 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--ep", type=int, nargs="+", default=[8, 64], help="number of ranks")
     parser.add_argument("--machine", nargs="+", choices=costs.MACHINES, default=["gb200"])
+    parser.add_argument("--recipe", nargs="+", choices=FORMATS, default=["bf16"], help="dispatch's")
+    parser.add_argument("--combine", choices=COMBINE_FORMATS, default="bf16", help="combine's")
     parser.add_argument("--verb", nargs="+", choices=VERBS, default=list(VERBS))
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=DEFAULTS)
     parser.add_argument("--path", action="store_true", help="print the critical paths")
@@ -162,14 +168,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.calibrate:
         made["calibration"] = calibration(TOKENS, {})
         made["errors"] = errors(made["calibration"])
-    cases = itertools.product(given.machine, given.ep, given.tokens, given.kernels)
-    for machine, ep_size, tokens, kernels in cases:
+    cases = itertools.product(given.machine, given.ep, given.recipe, given.tokens, given.kernels)
+    for machine, ep_size, recipe, tokens, kernels in cases:
         if ONLY_ON.get(kernels, machine) != machine or tokens > MOST_TOKENS.get(kernels, tokens):
             continue
         began = time.monotonic()
-        made["rows"] += rows_of(kernels, Work(ep_size, tokens), machine, given.verb)
+        work = Work(ep_size, tokens, recipe, given.combine)
+        made["rows"] += rows_of(kernels, work, machine, given.verb)
         took = time.monotonic() - began
-        print(f"{kernels} {machine} EP{ep_size} {tokens}: {took:.0f} s", file=sys.stderr)
+        print(f"{kernels} {machine} EP{ep_size} {recipe} {tokens}: {took:.0f} s", file=sys.stderr)
         if given.path:
             for row in made["rows"][-len(given.verb) :]:
                 print(f"\n{row['verb']}, {LABEL}: {row['us']:.2f} us", *row["path"], sep="\n  ")

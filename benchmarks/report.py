@@ -122,6 +122,14 @@ class Plot(NamedTuple):
 
 
 CPU_TABLE, GPU_TABLE = "*-cpu-moe-comm.json", "*-GPU-moe-comm.json"
+#: Machines and recipes of which the clock's table is shown.
+CLOCKED = {("h200", "bf16"), ("h200", "fp8_block"), ("gb200", "bf16"), ("gb200", "nvfp4")}
+
+
+def _is_shown(row: tables.Row) -> bool:
+    return bool(row["ep_size"] == 8 and (row["machine"], row["recipe"]) in CLOCKED)
+
+
 SCHEDULER = "*-cpu-scheduler.json"
 TABLES: dict[str, Table | Pair] = {
     "serve": Table("*-cpu-serve.json", tables.serve),
@@ -136,7 +144,7 @@ TABLES: dict[str, Table | Pair] = {
     "gpu-small-two": Pair("two-ranks", "*-GPU-two-ranks-bulk.json", tables.small_beside_bulk),
     "recipes-all": Table("*-cpu-recipes.json", tables.recipes),
     "recipes-gpu": Table("*-GPU-recipes.json", tables.recipes_gpu),
-    "ptx-clock": Table("*-ptx-clock.json", partial(tables.ptx_clock, machine="gb200", ep_size=8)),
+    "ptx-clock": Table("*-ptx-clock.json", partial(tables.ptx_clock, shows=_is_shown)),
     "sync": Table("*-sync.json", tables.sync),
     "lm-head-gpu": Table("*-GPU-lm-head.json", tables.lm_head),
     "launch-gpu": Table("*-GPU-launch.json", tables.launch),

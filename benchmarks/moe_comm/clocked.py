@@ -27,18 +27,21 @@ import torch
 from typing_extensions import Self
 
 from benchmarks.moe_comm import options, peer_cake, peer_launches, peer_source, routers
-from benchmarks.moe_comm.terms import VERBS, Work
-from moe_nvlink_plugin.choices import TODAY
+from benchmarks.moe_comm.terms import VERBS, Work, row_bytes
 from moe_nvlink_plugin.config import MAX_SMALL_TOKENS, AllToAllConfig
 from moe_nvlink_plugin.exchange import arguments, shapes
-from moe_nvlink_plugin.exchange.sizes import layer_layout, payload_rows
+from moe_nvlink_plugin.exchange.sizes import (
+    layer_layout,
+    payload_rows,
+    small_combine_tokens,
+)
 from moe_nvlink_plugin.exchange.small_batches import (
     small_combine_sizes,
     small_dispatch_sizes,
     with_small_tokens,
 )
 from moe_nvlink_plugin.jit.header import constants, structs
-from moe_nvlink_plugin.launch.shape import MOST_THREADS, Limits, Shape
+from moe_nvlink_plugin.launch.shape import MOST_THREADS, VECTOR_BYTES, Limits, Shape
 from moe_nvlink_plugin.plugins import find_recipe
 from tests.support import kernel_texts
 from tests.support.ptx import build, costs
@@ -92,7 +95,8 @@ class Layer(abc.ABC):
     """One layer on every rank, or on the rank that stands for all: Ours or Peer.
 
     Args:
-        work: bf16; tokens go as by the perfect router.
+        work: tokens go as by the perfect router. If its recipe quantises, our dispatch does it,
+            and FlashInfer's gets rows that its caller has quantised, for which no time is counted.
         machine: "h200" or "gb200".
         changes: of costs, in the table's units.
         is_whole: simulate every rank.
@@ -202,6 +206,7 @@ class Layer(abc.ABC):
 
 def _inputs(work: Work, rank: int) -> dict[str, torch.Tensor]:
     shape = (work.tokens, work.top_k)
+    quantised = row_bytes(work.recipe, work.hidden_size)
     given = options.Options(
         ep_size=work.ep_size,
         hidden_size=work.hidden_size,
@@ -213,6 +218,9 @@ def _inputs(work: Work, rank: int) -> dict[str, torch.Tensor]:
         "ids": routers.ids_of(given, work.tokens, rank).contiguous(),
         "weights": torch.ones(shape),
         "hidden": torch.ones((work.tokens, work.hidden_size), dtype=torch.bfloat16),
+        "quantised": torch.zeros((work.tokens, quantised[0]), dtype=torch.uint8),
+        "scales": torch.zeros((work.tokens, sum(quantised[1:])), dtype=torch.uint8),
+        "global_scale": torch.ones(1),
         "slots": torch.empty(shape, dtype=torch.int32),
         "output": torch.empty((work.tokens, work.hidden_size), dtype=torch.bfloat16),
     }
@@ -222,43 +230,50 @@ class Ours(Layer):
     """Our kernels with the product's launch shapes.
 
     Attributes:
-        most_small_tokens: with so many, the kernels for small batches run; as in the product.
+        small_tokens: as AllToAllConfig.small_tokens; None: the product's choice for the machine.
     """
 
-    most_small_tokens = TODAY.most_small_tokens
+    small_tokens: int | None = None
 
-    def _small_tokens(self) -> int:
-        """Return the layer's small_tokens: none, unless a batch of the work is small."""
-        asked = self._config(0, self.most_small_tokens)
-        found = with_small_tokens(asked, find_recipe(asked), 0).small_tokens or 0
-        return found if self.work.tokens <= found else 0
-
-    def _config(self, rank: int, small_tokens: int) -> AllToAllConfig:
+    def _config(self, rank: int) -> AllToAllConfig:
+        """Return a rank's configuration, with the limits of small batches that hold."""
         work = self.work
-        return AllToAllConfig(
+        config = AllToAllConfig(
             ep_size=work.ep_size,
             ep_rank=rank,
             num_experts=work.num_experts,
             top_k=work.top_k,
             hidden_size=work.hidden_size,
             max_tokens_per_rank=work.tokens,
-            small_tokens=small_tokens,
+            small_tokens=self.small_tokens,
             dtype=torch.bfloat16,
+            recipe=None if work.recipe == "bf16" else work.recipe,
+            combine=work.combine,
             ranks_may_leave=False,  # as for vLLM and SGLang; peers have no masks
         )
+        return with_small_tokens(config, find_recipe(config), int(self._costs["num_sms"]))
 
     def _load(self) -> build.Library:
-        most = self._small_tokens()
-        self._small = most > 0
-        self._configs = [self._config(rank, most) for rank in self._ranks]
+        self._configs = [self._config(rank) for rank in self._ranks]
+        most = {
+            "dispatch": self._configs[0].small_tokens or 0,
+            "combine": small_combine_tokens(self._configs[0]),
+        }
+        self._small = {verb: self.work.tokens <= most[verb] for verb in VERBS}
         recipe = find_recipe(self._configs[0])
+        self._quantiser = arguments.quantiser_code(recipe, self.work.hidden_size)
         self._rows = payload_rows(self._configs[0], recipe)
         self._regions = layer_layout(self._configs[0], recipe).channel_regions(0)
         return build.load(build.ptx_of(self._text(), ARCHITECTURES[self._gpu]), clock=True)
 
     def _text(self) -> str:
         return kernel_texts.specialised_source(
-            self.work.top_k, constants()["kElementBf16"], pdl=True, small=True
+            self.work.top_k,
+            constants()["kElementBf16"],
+            pdl=True,
+            small=True,
+            quantiser=self._quantiser,
+            combine=arguments.combine_code(self._configs[0]),
         )
 
     def _workspace_bytes(self) -> int:
@@ -279,7 +294,7 @@ class Ours(Layer):
         """
         for rank in self._ranks:
             # The round before was of the same kind.
-            self._local(rank).has_pulled = 0 if self._small else 1
+            self._local(rank).has_pulled = 0 if self._small["combine"] else 1
         clocked = super().run(verb)
         for rank in self._ranks:
             fault = self._local(rank).fault
@@ -299,22 +314,26 @@ class Ours(Layer):
         """Return the product's launch shape on this machine."""
         work = self.work
         limits = Limits(int(self._costs["num_sms"]), MOST_THREADS, self._places)
-        if self._small:
+        if self._small[verb]:
             return shapes.small_shape(work.tokens, self._small_sizes(verb), limits)
+        slots = work.ep_size * work.tokens
         if verb == "dispatch":
-            empty = work.ep_size * work.tokens * work.top_k * 4
-            return shapes.dispatch_shape(work.tokens, int(work.recipe_bytes), empty, limits)
-        return shapes.combine_shape(work.tokens, work.hidden_size, 2, limits)
+            widest = max(row.row_bytes for row in self._rows.values())
+            if self._quantiser:
+                widest = shapes.quantising_lanes(work.hidden_size) * VECTOR_BYTES
+            return shapes.dispatch_shape(work.tokens, widest, slots * work.top_k * 4, limits)
+        quantised = slots if arguments.combine_code(self._configs[0]) else 0
+        return shapes.combine_shape(work.tokens, work.hidden_size, 2, limits, quantised)
 
     def _small_sizes(self, verb: str) -> shapes.SmallSizes:
         config = self._configs[0]
         if verb == "combine":
             return small_combine_sizes(config, config.dtype.itemsize)
         row_bytes = {name: row.row_bytes for name, row in self._rows.items()}
-        return small_dispatch_sizes(config, row_bytes, 0)
+        return small_dispatch_sizes(config, row_bytes, self._quantiser)
 
     def _launches(self, verb: str, rank: int) -> list[Launch]:
-        name = f"small_{verb}" if self._small else verb
+        name = f"small_{verb}" if self._small[verb] else verb
         kernel, shape = self._library[f"moe_nvlink_{name}"], self.shape(verb)
         args = bytes(self._arguments(verb, rank))
         return [Launch(kernel, shape.blocks, shape.threads, args)]
@@ -326,10 +345,12 @@ class Ours(Layer):
             args = arguments.dispatch_arguments(config, self._rows, self._regions, *window)
             for payload, name in zip(args.payloads, ("ids", "weights", "hidden"), strict=False):
                 payload.source = tensors[name].data_ptr()
+            args.quantiser = self._quantiser
+            args.global_scale = tensors["global_scale"].data_ptr()
         else:
             args = arguments.combine_arguments(config, self._regions, *window)
             args.output = tensors["output"].data_ptr()
-        if self._small:
+        if self._small[verb]:
             args.senders = self.shape(verb).splits
         elif verb == "combine":
             args.hidden_splits = self.shape(verb).splits
@@ -341,13 +362,13 @@ class Ours(Layer):
 class Small(Ours):
     """The kernels for small batches wherever they can run."""
 
-    most_small_tokens = MAX_SMALL_TOKENS
+    small_tokens = MAX_SMALL_TOKENS
 
 
 class Bulk(Ours):
     """The kernels for batches of any size, also for small ones."""
 
-    most_small_tokens = 0
+    small_tokens = 0
 
 
 #: Registers a thread of dispatch and of combine for top_k 8, by `ptxas -v` of CUDA 13.0.88.
@@ -375,7 +396,8 @@ class Peer(Layer):
     def _load(self) -> build.Library:
         work = self.work
         self._of = peer_launches.Geometry(
-            work.ep_size, work.num_experts, work.top_k, work.hidden_size, work.tokens
+            *(work.ep_size, work.num_experts, work.top_k, work.hidden_size, work.tokens),
+            work.recipe,
         )
         made = self._compiled()
         self._names = made.names
@@ -394,9 +416,11 @@ class Peer(Layer):
             yield self._slices(start, 4)
 
     def _launches(self, verb: str, rank: int) -> list[Launch]:
-        names = ("hidden", "ids", "weights", "output")
-        hidden, ids, weights, output = (self._tensors[rank][name].data_ptr() for name in names)
-        given = peer_launches.RankMemory(self.work.tokens, (hidden, ids, weights), output)
+        hidden = "hidden" if self.work.recipe == "bf16" else "quantised"
+        names = (hidden, "ids", "weights", "scales")[: len(self._of.payload_bytes)]
+        sources = tuple(self._tensors[rank][name].data_ptr() for name in names)
+        output = self._tensors[rank]["output"].data_ptr()
+        given = peer_launches.RankMemory(self.work.tokens, sources, output)
         of_peer = getattr(self.verbs, verb)
         return [
             Launch(self._library[self._names[each.kernel]], *each[1:])

@@ -13,6 +13,8 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from .terms import row_bytes
+
 MOST_RANKS, MOST_PAYLOADS, MOST_TOP_K = 64, 6, 22
 TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)
 THREADS = 256  # unless an environment variable says otherwise
@@ -88,10 +90,11 @@ class Offsets(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """What all ranks of a round have in common; rows are bfloat16.
+    """What all ranks of a round have in common; combine's rows are bfloat16.
 
     Attributes:
         max_tokens: both what the workspace is made for and the call's own maximum.
+        recipe: the format of dispatch's rows, which the caller has quantised: a key of FORMATS.
     """
 
     ep_size: int
@@ -99,11 +102,13 @@ class Geometry(NamedTuple):
     top_k: int
     hidden_size: int
     max_tokens: int
+    recipe: str = "bf16"
 
     @property
-    def payload_bytes(self) -> tuple[int, int, int]:
-        """Bytes of one token: hidden state, expert ids, weights."""
-        return 2 * self.hidden_size, 4 * self.top_k, 4 * self.top_k
+    def payload_bytes(self) -> tuple[int, ...]:
+        """Bytes of one token: hidden state, expert ids, weights, and scales if rows have any."""
+        hidden, *scales = row_bytes(self.recipe, self.hidden_size)
+        return hidden, 4 * self.top_k, 4 * self.top_k, *scales
 
     @property
     def is_compact(self) -> bool:
@@ -153,7 +158,7 @@ class RankMemory(NamedTuple):
     """
 
     num_tokens: int
-    payloads: tuple[int, int, int]
+    payloads: tuple[int, ...]
     output: int
 
 

@@ -31,7 +31,7 @@ class Work(NamedTuple):
     top_k: int = 8
     num_experts: int = 256
 
-    @property
-    def recipe_bytes(self) -> float:
-        """Bytes of a token's row as dispatch puts it, scales included."""
-        return self.hidden_size * sum(FORMATS[self.recipe])
+
+def row_bytes(recipe: str, hidden_size: int) -> tuple[int, ...]:
+    """Return the bytes of a token's row in a format, and of its scales if it has any."""
+    return tuple(int(hidden_size * each) for each in FORMATS[recipe] if each)

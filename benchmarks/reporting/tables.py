@@ -474,13 +474,13 @@ def _middle(row: Row, field: str) -> str:
 # --- kind "ptx_clock": ptx_clock.py ---------------------------------------------------------------
 
 
-def ptx_clock(result: Result, **shows: Any) -> str:
+def ptx_clock(result: Result, shows: Callable[[Row], bool] = bool) -> str:
     """Render modelled times, ours beside FlashInfer's, and the clock beside published times.
 
     Args:
-        shows: values that rows must have to be shown, by field.
+        shows: whether a row is shown.
     """
-    rows = [row for row in result.data["rows"] if shows.items() <= row.items()]
+    rows = [row for row in result.data["rows"] if shows(row)]
     parts = [_clocked(rows)]
     if checked := result.data.get("errors"):
         columns = ["published times, GB200, EP8", "of them", "median error", "worst"]
@@ -496,19 +496,40 @@ def ptx_clock(result: Result, **shows: Any) -> str:
 
 
 def _clocked(rows: Sequence[Row]) -> str:
-    """Render a line for each machine, number of ranks and tokens."""
-    if not rows:
-        return ""
-    frame = pd.DataFrame(rows)
-    frame["cell"] = [
-        us(row["us"]) + (f" (low {us(row['low_us'])})" if row["low_us"] else "") for row in rows
+    """Render a line for each machine, number of ranks, format and tokens: times of ours, and their
+    part of each other kernels' times.
+    """
+    found: dict[tuple[Any, ...], dict[tuple[str, str], Row]] = {}
+    for row in rows:
+        formats = f"{row['recipe']}, {row['combine']}"
+        key = (row["machine"], f"EP{row['ep_size']}", formats, row["tokens"])
+        found.setdefault(key, {})[row["verb"], row["kernels"]] = row
+    columns = list(dict.fromkeys((row["verb"], row["kernels"]) for row in rows))
+    columns.sort(key=lambda column: column[0], reverse=True)  # the dispatches first
+    heads = [
+        f"{verb}, {NAMES[kernels]}, us"
+        if kernels == OURS
+        else f"over {NAMES.get(kernels, kernels)}"
+        for verb, kernels in columns
     ]
-    frame["ranks"] = "EP" + frame["ep_size"].astype(str)
-    frame["what"] = frame["verb"] + ", " + frame["kernels"].map(lambda name: NAMES.get(name, name))
-    index = ["machine", "ranks", "tokens"]
-    wide = frame.pivot_table("cell", index, "what", aggfunc="first", fill_value="", sort=False)
-    heads = ["machine", "ranks", "tokens", *(f"{what}, us" for what in wide.columns)]
-    return table(heads, [[str(cell) for cell in line] for line in wide.reset_index().to_numpy()])
+    body = [
+        [*map(str, key), *(_clocked_cell(of_key, *column) for column in columns)]
+        for key, of_key in found.items()
+    ]
+    return table(["machine", "ranks", "dispatch, combine", "tokens", *heads], body)
+
+
+def _clocked_cell(of_key: Mapping[tuple[str, str], Row], verb: str, kernels: str) -> str:
+    """Render one time of ours, or its part of the other kernels' time; in brackets the low ones."""
+    mine, other = of_key.get((verb, OURS)), of_key.get((verb, kernels))
+    if mine is None or other is None:
+        return ""
+    shown = [
+        us(mine[field]) if kernels == OURS else f"{mine[field] / other[field]:.2f}"
+        for field in ("us", "low_us")
+        if mine[field] and other[field]
+    ]
+    return shown[0] + "".join(f" ({low})" for low in shown[1:])
 
 
 # --- kind "deaths": bench_deaths.py ---------------------------------------------------------------
