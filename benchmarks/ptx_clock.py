@@ -45,11 +45,16 @@ KERNELS: Mapping[str, type[clocked.Layer]] = {
     "moe_nvlink": clocked.Ours,
     "moe_nvlink_small": clocked.Small,
     "moe_nvlink_bulk": clocked.Bulk,
+    "moe_nvlink_ordered": clocked.Ordered,
     "flashinfer": clocked.Peer,
     "flashinfer_cake": clocked.Cake,
 }
 #: What "moe_nvlink" would do with either kind of kernels, on request, up to these tokens.
-MOST_TOKENS = {"moe_nvlink_small": MAX_SMALL_TOKENS, "moe_nvlink_bulk": MAX_SMALL_TOKENS}
+MOST_TOKENS = {
+    "moe_nvlink_small": MAX_SMALL_TOKENS,
+    "moe_nvlink_bulk": MAX_SMALL_TOKENS,
+    "moe_nvlink_ordered": 2**24,
+}
 #: Whose source is for one machine alone.
 ONLY_ON = {"flashinfer_cake": "gb200"}
 DEFAULTS = [name for name in KERNELS if name not in MOST_TOKENS]

@@ -231,9 +231,11 @@ class Ours(Layer):
 
     Attributes:
         small_tokens: as AllToAllConfig.small_tokens; None: the product's choice for the machine.
+        ordered_slots: as AllToAllConfig.ordered_slots.
     """
 
     small_tokens: int | None = None
+    ordered_slots = False
 
     def _config(self, rank: int) -> AllToAllConfig:
         """Return a rank's configuration, with the limits of small batches that hold."""
@@ -249,6 +251,7 @@ class Ours(Layer):
             dtype=torch.bfloat16,
             recipe=None if work.recipe == "bf16" else work.recipe,
             combine=work.combine,
+            ordered_slots=self.ordered_slots,
             ranks_may_leave=False,  # as for vLLM and SGLang; peers have no masks
         )
         return with_small_tokens(config, find_recipe(config), int(self._costs["num_sms"]))
@@ -273,6 +276,7 @@ class Ours(Layer):
             pdl=True,
             small=True,
             quantiser=self._quantiser,
+            ordered_slots=int(self.ordered_slots),
             combine=arguments.combine_code(self._configs[0]),
         )
 
@@ -369,6 +373,12 @@ class Bulk(Ours):
     """The kernels for batches of any size, also for small ones."""
 
     small_tokens = 0
+
+
+class Ordered(Bulk):
+    """The same with slots in the order of the tokens."""
+
+    ordered_slots = True
 
 
 #: Registers a thread of dispatch and of combine for top_k 8, by `ptxas -v` of CUDA 13.0.88.

@@ -69,6 +69,7 @@ class Options(NamedTuple):
         tuning: as AllToAllConfig.tuning; None takes MOE_NVLINK_TUNING.
         audit_every: N: in every N-th dispatch one row of each rank is compared with what its
             sender sent (``audit``); 0: none is.
+        ordered_slots: as AllToAllConfig.ordered_slots.
     """
 
     dispatch: str = AUTO
@@ -81,6 +82,7 @@ class Options(NamedTuple):
     self_check: str = SELF_CHECKS[0]
     tuning: str | None = None
     audit_every: int = 0
+    ordered_slots: bool = False
 
     @property
     def shares_lm_head(self) -> bool:
@@ -130,9 +132,9 @@ def read(given: Any, wording: Wording) -> Options:
         raise ConfigError(
             f"{where}: dispatch={chosen.dispatch!r} is not {AUTO}, {UNQUANTISED} or a recipe's name"
         )
-    overlaps: object = chosen.overlap_shared_experts  # of any type: a user wrote it
-    if not isinstance(overlaps, bool):
-        raise ConfigError(f"{where}: overlap_shared_experts={overlaps!r} is not true or false")
+    for field in ("overlap_shared_experts", "ordered_slots"):
+        if not isinstance(value := getattr(chosen, field), bool):
+            raise ConfigError(f"{where}: {field}={value!r} is not true or false")
     tuning: object = chosen.tuning
     if not isinstance(tuning, str | None):
         raise ConfigError(f"{where}: tuning={tuning!r} is no path of a file of moe-nvlink tune")

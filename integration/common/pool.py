@@ -108,6 +108,7 @@ class ExchangePool:
             ep_rank=self.ranks.rank,
             combine=self.options.combine,
             tuning=self.options.tuning,
+            ordered_slots=self.options.ordered_slots,
             ranks_may_leave=False,
             timeout_s=env.timeout_s(FAULT_TIMEOUT_S) if self._tolerates_faults else None,
             first_timeout_s=env.first_timeout_s() if self._tolerates_faults else None,

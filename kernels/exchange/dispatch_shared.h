@@ -18,10 +18,12 @@ struct RowPlan {
 struct DispatchShared {
   TokenRoute routes[2];  // of this token and of the next
   RowPlan plans[kMaxPayloads];
-  uint32_t epoch;             // of this round
-  uint32_t has_failed;        // this rank sends nothing: a verb or P12 has failed, or no mask
-  int32_t finisher;           // number among the finishers; negative in the other CTAs
-  uint32_t sent[kMaxRanks];   // rows put to each rank; in the last CTA
+  uint32_t epoch;       // of this round
+  uint32_t has_failed;  // this rank sends nothing: a verb or P12 has failed, or no mask
+  int32_t finisher;     // number among the finishers; negative in the other CTAs
+  // Rows put to each rank; in the last CTA. Before, if slots follow the order of the tokens, how many
+  // of the tokens before the CTA's next one each rank gets.
+  uint32_t sent[kMaxRanks];
   int32_t counts[kMaxRanks];  // rows received from each rank; in finishers
 };
 

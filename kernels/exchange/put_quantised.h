@@ -195,11 +195,13 @@ template <class Config, class Kind>
 HD void put_quantised_tokens(const DispatchArgs& args, const Cta& cta, uint32_t* send_counters,
                              QuantisingDispatchShared& shared, const Kind& quantising) {
   Exclusion exclusion;
+  TokensBefore<Config> tokens(args, cta, shared.sent);
   int turn = 0;
   for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
     TokenRoute& route = shared.routes[turn];
+    tokens.count_to(token);
     if (cta.thread < Cta::kWarpThreads) {
-      route_in_warp<Config>(args, cta, token, send_counters, exclusion, route);
+      route_in_warp<Config>(args, cta, token, send_counters, tokens.before, exclusion, route);
     }
     quantising.prepare(token, shared.amax[turn]);
     if (token == cta.block) await_small_combine(args, cta, &shared.has_failed);

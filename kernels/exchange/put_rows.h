@@ -9,6 +9,7 @@
 #include "../include/moe_nvlink/routing.h"
 #include "await_combine.h"
 #include "dispatch_shared.h"
+#include "ordered_slots.h"
 
 namespace moe_nvlink {
 
@@ -176,11 +177,13 @@ template <class Config>
 HD void put_tokens(const DispatchArgs& args, const Cta& cta, uint32_t* send_counters,
                    DispatchShared& shared) {
   Exclusion exclusion;
+  TokensBefore<Config> tokens(args, cta, shared.sent);
   int turn = 0;
   for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
     TokenRoute& route = shared.routes[turn];
+    tokens.count_to(token);
     if (token == cta.block) await_small_combine(args, cta, &shared.has_failed);
-    route_token<Config>(args, cta, token, send_counters, exclusion, route);
+    route_token<Config>(args, cta, token, send_counters, tokens.before, exclusion, route);
     if (shared.has_failed == 0) put_token<Config>(args, cta, shared, route, token);
     turn = 1 - turn;
   }

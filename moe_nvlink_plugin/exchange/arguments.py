@@ -147,6 +147,7 @@ def dispatch_arguments(
         payload.region, payload.row_bytes = regions[name].block, row.row_bytes
     set_extra_payloads(args, config, len(rows), config.extra_payload_bytes, layer_number)
     _set_regions(args, regions, ("staging_region",), prefix="dispatch_")
+    args.ordered_slots = int(config.ordered_slots)
     args.num_expert_counts = config.num_expert_counts
     if config.num_expert_counts:
         fields = ("counts_region", "counts_staging_region", "counters_region")

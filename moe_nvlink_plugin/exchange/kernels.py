@@ -58,6 +58,15 @@ EXPERT_COUNTS = Axis(
     is_silent=True,
     placeholder="yes",
 )
+#: Whether rows lie in the order of their tokens.
+ORDERED_SLOTS = Axis(
+    "ordered_slots",
+    ("int kOrderedSlots",),
+    no_yes,
+    default="no",
+    is_silent=True,
+    placeholder="yes",
+)
 
 
 def _num_tokens(args: Any) -> int:
@@ -77,7 +86,7 @@ DISPATCH: Kernel[DispatchSizes] = Kernel(
     name="dispatch",
     source="exchange/dispatch.cu",
     struct="DispatchArgs",
-    axes=(TOP_K, ELEMENT, QUANTISER, EXPERT_COUNTS, PDL),
+    axes=(TOP_K, ELEMENT, QUANTISER, EXPERT_COUNTS, ORDERED_SLOTS, PDL),
     count=_num_tokens,
     shape=_dispatch_shape,
     phase=Phase("dispatch", "kPhaseDispatch", "dispatch_cells"),

@@ -52,6 +52,7 @@ class Case:
     add: str = ""  # what combine adds to the sums
     scale: float = 1.0  # what it multiplies them by
     num_expert_counts: int = 0
+    ordered_slots: bool = False
     left_out: tuple[int, ...] = ()  # by the masks of the others; these make up a round of their own
 
     @property
@@ -92,6 +93,7 @@ class Case:
             received_ids=self.received_ids,
             scales_layout=self.scales_layout,
             num_expert_counts=self.num_expert_counts,
+            ordered_slots=self.ordered_slots,
             tuning="",  # a user's file is for another layer
         )
 

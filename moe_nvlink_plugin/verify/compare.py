@@ -364,9 +364,26 @@ def nothing(case: Case, like: Seen) -> Seen:
 
 
 def check_slots(case: Case, inputs: list[Inputs], seen: list[Seen]) -> None:
-    """A slot exactly where the reference has a target, at that target."""
+    """A slot exactly where the reference has a target, at that target; if the case asks for it, in
+    the order of the tokens.
+    """
     for rank, mine in enumerate(cases.among_active(case, inputs)):
         table = reference.target_ranks(mine.topk_ids, case.num_experts, case.ep_size)
         targets = seen[rank].send_slots.div(case.capacity, rounding_mode="floor").tolist()
         wanted = [[-1 if target is None else target for target in row] for row in table]
         _require(targets == wanted, f"{case.name}: targets of rank {rank}")
+        if case.ordered_slots:
+            ordered = _ordered_slots(wanted, case.capacity)
+            in_order = seen[rank].send_slots.tolist() == ordered
+            _require(in_order, f"{case.name}: order of the slots of rank {rank}")
+
+
+def _ordered_slots(targets: list[list[int]], capacity: int) -> list[list[int]]:
+    """Return the slot of each target if rows lie in the order of their tokens; -1: no target."""
+    next_of: dict[int, int] = {}
+    slots = []
+    for row in targets:
+        slots.append([t if t < 0 else t * capacity + next_of.get(t, 0) for t in row])
+        for target in row:
+            next_of[target] = next_of.get(target, 0) + 1
+    return slots

@@ -218,6 +218,8 @@ def _ways(large: Case, small: Case) -> Iterator[Rounds]:
         counted = dataclasses.replace(case, num_expert_counts=case.num_experts)
         yield Rounds(name=f"{case.name}, late ranks", case=counted, rounds=20, late=True)
         yield Rounds(name=f"{case.name}, busy device", case=case, rounds=10, loaded=True)
+    ordered = dataclasses.replace(large, ordered_slots=True, num_threads=3)
+    yield Rounds(name=f"{large.name}, rows in the order of their tokens", case=ordered, rounds=4)
     yield dataclasses.replace(_mixed(large), name=_MIXED + ", late ranks", rounds=36, late=True)
 
 

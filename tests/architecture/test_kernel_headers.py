@@ -81,7 +81,7 @@ def test_ordered_accesses_stand_in_one_header() -> None:
 
 def test_each_access_is_named_after_its_instruction() -> None:
     text = cpp.plain((INCLUDE / "moe_nvlink" / "memory_order.h").read_text(encoding="utf-8"))
-    operations = {"ld": "load", "st": "store", "atom": "fetch_add"}
+    operations = {"ld": "load", "st": "store", "atom": "fetch_add", "red": "add"}
     named = {}
     for function in cpp.functions(text):
         body = text[function.start : function.end]

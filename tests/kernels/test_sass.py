@@ -51,6 +51,7 @@ class Build:
     recipe: str = "none"
     combine: str = "bf16"
     expert_counts: str = "no"
+    ordered_slots: str = "no"
     pdl: bool = True
 
     def __str__(self) -> str:
@@ -62,7 +63,7 @@ class Build:
     def text(self) -> str:
         if self.kernel in HEAD.kernels:
             return HEAD.variant(dtype=self.dtype).build(self.kernel, pdl=self.pdl).text()
-        names = ("top_k", "dtype", "recipe", "combine", "expert_counts")
+        names = ("top_k", "dtype", "recipe", "combine", "expert_counts", "ordered_slots")
         variant = LAYER.variant(**{name: getattr(self, name) for name in names})
         return variant.build(self.kernel, pdl=self.pdl).text()
 
@@ -88,7 +89,11 @@ Count = int | range | Callable[[Build], int | range]
 #: 7168; the launch asks the driver how many threads the registers allow.
 REGISTERS = {DISPATCH: 64, COMBINE: 128, SMALL_DISPATCH: 80, SMALL_COMBINE: 80}
 REGISTERS |= dict.fromkeys(HEAD.kernels, 64)
-OTHER_REGISTERS = {(DISPATCH, "yes", "bf16"): 72, (SMALL_COMBINE, "no", "fp32"): 96}
+OTHER_REGISTERS = {
+    (DISPATCH, "yes", "no", "bf16"): 72,
+    (DISPATCH, "no", "yes", "bf16"): 72,
+    (SMALL_COMBINE, "no", "no", "fp32"): 96,
+}
 COMMON_TOP_K = 8
 #: What a CTA may have without asking for more.
 SHARED_BYTES = 48 * 1024
@@ -104,7 +109,7 @@ def resources(build: Build, code: Code) -> None:
     assert code.usage["SHARED"] <= SHARED_BYTES, code.usage
     if build.top_k <= COMMON_TOP_K:
         of_kernel = REGISTERS[build.kernel]
-        key = (build.kernel, build.expert_counts, build.dtype)
+        key = (build.kernel, build.expert_counts, build.ordered_slots, build.dtype)
         assert code.usage["REG"] <= OTHER_REGISTERS.get(key, of_kernel), code.usage
     assert not code.count(r"(LDL|STL)\b")
     assert not sass.generic_accesses(code.names)
@@ -609,6 +614,13 @@ TABLE: tuple[tuple[list[Build], dict[str, Check]], ...] = (
     (
         [*both(DISPATCH, expert_counts="yes"), *both(SMALL_DISPATCH, expert_counts="yes")],
         {"resources": resources, "adds": COUNTS_ADD},
+    ),
+    (
+        [
+            *both(DISPATCH, ordered_slots="yes"),
+            *both(DISPATCH, ordered_slots="yes", recipe="fp8_block"),
+        ],
+        {"resources": resources},
     ),
     (
         [*SMALL_DISPATCHES, *MORE_SMALL_DISPATCHES],

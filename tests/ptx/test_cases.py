@@ -151,6 +151,14 @@ def test_counts_per_expert(small: bool) -> None:
     users_form.check_counts("ptx", case, ctas=3, threads=64, pdl=True, races=True)
 
 
+@pytest.mark.parametrize("recipe", [None, "fp8_token"])
+def test_slots_in_the_order_of_the_tokens(recipe: str | None) -> None:
+    """More tokens than a CTA has threads, on an odd number of ranks, two of which share a sum."""
+    case = dataclasses.replace(SMALL, tokens=(70, 0, 41), capacity=70, ordered_slots=True)
+    case = cases.with_formats(case, recipe, "bf16")
+    emulated.check_case("ptx", case, ctas=3, threads=64, pdl=True, races=True)
+
+
 def test_small_rounds_of_other_counts() -> None:
     case = dataclasses.replace(SMALL, small=True)
     emulated.check_rounds("ptx", case, 6, ctas=2, threads=64, pdl=True, seed=3)

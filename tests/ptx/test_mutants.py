@@ -347,6 +347,27 @@ def counting() -> Group:
     return Group(builds, runs, pattern, functools.partial(clearing_weakly, builds))
 
 
+def ordered_rounds(case: Case, seed: int) -> None:
+    """With more CTAs than a warp has threads."""
+    emulated.check_case("ptx", case, seed=seed, **OPTIONS | {"ctas": 36})
+
+
+def ordering() -> Group:
+    """What slots in the order of the tokens have of their own, with and without a quantiser."""
+    runs: list[Callable[[int], None]] = []
+    builds = []
+    for name in ("as they are", "fp8"):
+        # Before a CTA's second token it counts more tokens than a warp has threads.
+        case = dataclasses.replace(
+            LAYERS[name], tokens=(38, 2, 0), capacity=38, ordered_slots=True, hidden_size=128
+        )
+        config = case.config(0)
+        quantiser = arguments.quantiser_code(find_recipe(config), config.hidden_size)
+        builds.append(launches.variant(config, quantiser).build(DISPATCH, pdl=True))
+        runs.append(functools.partial(ordered_rounds, case))
+    return Group(builds, runs, r"count_to|TokensBefore|count_tokens_before")
+
+
 # ---- going on without a rank
 
 
@@ -478,6 +499,7 @@ def head() -> Group:
 GROUPS: dict[str, Callable[[], Group]] = {
     **{name: functools.partial(layer, case) for name, case in LAYERS.items()},
     "counts": counting,
+    "ordered": ordering,
     "meet": meeting,
     "lm_head": head,
 }

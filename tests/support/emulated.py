@@ -212,6 +212,7 @@ class CudaBackend:
             has_small = is_small(config) or is_small(config, "combine")
             formats["small"] = has_small and not without
             formats["expert_counts"] = 1 if config.num_expert_counts else 0
+            formats["ordered_slots"] = int(config.ordered_slots)
             if not post_quant:
                 recipe = find_recipe(config)
                 formats["quantiser"] = arguments.quantiser_code(recipe, config.hidden_size)

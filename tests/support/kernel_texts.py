@@ -15,6 +15,7 @@ from moe_nvlink_plugin.exchange.kernels import (
     DISPATCH,
     EXPERT_COUNTS,
     LAYER,
+    ORDERED_SLOTS,
     QUANTISER,
     TOP_K,
 )
@@ -60,6 +61,7 @@ def specialised_source(
     quantiser: int = 0,
     combine: int = 0,
     expert_counts: int = 0,
+    ordered_slots: int = 0,
     small: bool = False,
 ) -> str:
     """Dispatch and combine in one unit for one top_k and element type: as a GPU gets them, or a
@@ -68,10 +70,12 @@ def specialised_source(
     Args:
         quantiser, combine: kQuantiser* of dispatch and kCombine* of combine.
         expert_counts: whether counts per expert travel.
+        ordered_slots: whether rows lie in the order of their tokens.
         small: all kernels of a layer, those for small batches too, as the host's library has them.
     """
     values: dict[Axis, int] = {TOP_K: top_k, ELEMENT: element, PDL: int(pdl)}
     values |= {QUANTISER: quantiser, COMBINE_FORMAT: combine, EXPERT_COUNTS: expert_counts}
+    values |= {ORDERED_SLOTS: ordered_slots}
     if host:
         return kernel.host_source((LAYER, HEAD), values)
     return kernel.gpu_source(LAYER.kernels if small else (DISPATCH, COMBINE), values)

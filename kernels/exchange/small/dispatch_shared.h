@@ -3,6 +3,7 @@
 
 #include "../../include/moe_nvlink/args.h"
 #include "../../include/moe_nvlink/config.h"
+#include "../../include/moe_nvlink/expert_owners.h"
 #include "../../include/moe_nvlink/platform.h"
 #include "../../include/moe_nvlink/quantise.h"
 #include "../../include/moe_nvlink/routing.h"
@@ -11,15 +12,6 @@
 #include "role.h"
 
 namespace moe_nvlink {
-
-// How experts lie on the ranks, with what takes a division: computed before pdl_wait().
-struct ExpertOwners {
-  int32_t fewest;            // experts of a rank; each of the first num_larger has one more
-  int32_t num_larger;        // ranks
-  int32_t first_of_smaller;  // expert
-  float larger_factor;       // 1 / (fewest + 1)
-  float smaller_factor;      // 1 / fewest, or 0
-};
 
 // The experts of one rank.
 struct ExpertRange {

@@ -71,6 +71,7 @@ struct DispatchArgs {
   uint32_t counts_region;          // [ep_size, num_expert_counts] u32: what each rank has sent
   uint32_t counts_staging_region;  // [ep_size, units]: the same on its way; slice s: by rank s
   uint32_t counters_region;        // [num_experts] u32, this rank's; zero between dispatches
+  uint32_t ordered_slots;          // 1: slots follow the order of the tokens
   Payload payloads[kMaxPayloads];  // ids, weights, then the caller's rows
 };
 

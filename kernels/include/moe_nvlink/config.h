@@ -114,6 +114,8 @@ struct RuntimeConfig {
   static constexpr int kCombine = -1;
   // Whether counts per expert travel with dispatch: 0, 1, or -1: the arguments say it.
   static constexpr int kExpertCounts = -1;
+  // Whether slots follow the order of the tokens (ordered_slots.h): as kExpertCounts.
+  static constexpr int kOrderedSlots = -1;
 };
 
 }  // namespace moe_nvlink

@@ -109,4 +109,13 @@ HD void store_relaxed_cta(uint32_t* address, uint32_t value) {
   MOE_NVLINK_HOST_ONLY(std::atomic_ref<uint32_t>(*address).store(value, std::memory_order_relaxed);)
 }
 
+// Adds to such a word.
+HD void add_relaxed_cta(uint32_t* address, uint32_t value) {
+  MOE_NVLINK_DEVICE_ONLY(asm volatile("red.relaxed.cta.shared.add.u32 [%0], %1;" : : "r"(
+                                          static_cast<uint32_t>(__cvta_generic_to_shared(address))),
+                                      "r"(value) : "memory");)
+  MOE_NVLINK_HOST_ONLY(
+      std::atomic_ref<uint32_t>(*address).fetch_add(value, std::memory_order_relaxed);)
+}
+
 }  // namespace moe_nvlink

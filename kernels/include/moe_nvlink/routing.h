@@ -78,6 +78,12 @@ HD bool has_expert_counts(const DispatchArgs& args) {
   return Config::kExpertCounts >= 0 ? Config::kExpertCounts != 0 : args.num_expert_counts != 0;
 }
 
+// Whether slots follow the order of the tokens (ordered_slots.h).
+template <class Config>
+HD bool has_ordered_slots(const DispatchArgs& args) {
+  return Config::kOrderedSlots >= 0 ? Config::kOrderedSlots != 0 : args.ordered_slots != 0;
+}
+
 HD uint32_t* expert_counters(const DispatchArgs& args) {
   return reinterpret_cast<uint32_t*>(region_of(args, args.geometry.ep_rank, args.counters_region));
 }
@@ -91,10 +97,11 @@ HD void count_choice(const DispatchArgs& args, int32_t id) {
 }
 
 // The first warp's part of route_token(). The warp has a thread for every k, so only its threads
-// wait for one another. Before its first token it loads `exclusion`.
+// wait for one another. Before its first token it loads `exclusion`. before: if slots follow the
+// order of the tokens, how many of the tokens before this one each rank gets.
 template <class Config>
 HD void route_in_warp(const DispatchArgs& args, const Cta& cta, int token, uint32_t* send_counters,
-                      Exclusion& exclusion, TokenRoute& route) {
+                      const uint32_t* before, Exclusion& exclusion, TokenRoute& route) {
   const Geometry& geometry = args.geometry;
   const int top_k = top_k_of<Config>(geometry);
   const int64_t first = static_cast<int64_t>(token) * top_k;
@@ -127,7 +134,8 @@ HD void route_in_warp(const DispatchArgs& args, const Cta& cta, int token, uint3
     int slot = kNoSlot;
     if (takes_slot) {
       // Relaxed: it only hands out numbers. The last CTA reads the total after P2.
-      const int place = static_cast<int>(fetch_add_relaxed_gpu(&send_counters[target], 1));
+      int place = static_cast<int>(fetch_add_relaxed_gpu(&send_counters[target], 1));
+      if (has_ordered_slots<Config>(args)) place = static_cast<int>(before[target]);
       row = geometry.ep_rank * geometry.max_tokens_per_rank + place;
       slot = target * geometry.max_tokens_per_rank + place;
       route.windows[k] = window_of(args, target);
@@ -147,9 +155,9 @@ HD void route_in_warp(const DispatchArgs& args, const Cta& cta, int token, uint3
 // rank takes part in its choice. If this rank has failed, no row has a target.
 template <class Config>
 HD void route_token(const DispatchArgs& args, const Cta& cta, int token, uint32_t* send_counters,
-                    Exclusion& exclusion, TokenRoute& route) {
+                    const uint32_t* before, Exclusion& exclusion, TokenRoute& route) {
   if (cta.thread < Cta::kWarpThreads) {
-    route_in_warp<Config>(args, cta, token, send_counters, exclusion, route);
+    route_in_warp<Config>(args, cta, token, send_counters, before, exclusion, route);
   }
   cta.sync();  // the route is whole
 }

@@ -157,7 +157,7 @@ def test_launches(on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     seen = in_driver(launches, tmp_path, monkeypatch, sms=132, units=units_of(on))
     sizes = {name: ctypes.sizeof(structs()[name]) for name in ("DispatchArgs", "CombineArgs")}
     # A few hundred bytes: the driver copies them at every launch.
-    assert all(size <= 392 for size in sizes.values())
+    assert all(size <= 400 for size in sizes.values())
     dispatch = ("moe_nvlink_dispatch", (3, 1, 1), (896, 1, 1), 1, 0, sizes["DispatchArgs"])
     assert seen["dispatch"] == dispatch
     combine = ("moe_nvlink_combine", (12, 1, 1), (224, 1, 1), 1, 0, sizes["CombineArgs"])

@@ -62,8 +62,8 @@ def test_geometries_with_formats() -> None:
     # As a layer asks for them: rows as they come, rows by its recipe, and its combine.
     codes = [(build.kernel.name, *build.values) for build in geometry.builds(pdl=True)]
     assert codes == [
-        ("dispatch", 8, 0, 0, 0, 1),
-        ("dispatch", 8, 0, 1, 0, 1),
+        ("dispatch", 8, 0, 0, 0, 0, 1),
+        ("dispatch", 8, 0, 1, 0, 0, 1),
         ("combine", 8, 0, 2, 1),
         ("small_dispatch", 8, 0, 0, 0, 1),
         ("small_dispatch", 8, 0, 1, 0, 1),
