@@ -198,8 +198,8 @@ HD void put_quantised_tokens(const DispatchArgs& args, const Cta& cta, uint32_t*
   TokensBefore<Config> tokens(args, cta, shared.sent);
   int turn = 0;
   for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
-    TokenRoute& route = shared.routes[turn];
     tokens.count_to(token);
+    TokenRoute& route = shared.routes[turn];
     if (cta.thread < Cta::kWarpThreads) {
       route_in_warp<Config>(args, cta, token, send_counters, tokens.before, exclusion, route);
     }

@@ -180,8 +180,8 @@ HD void put_tokens(const DispatchArgs& args, const Cta& cta, uint32_t* send_coun
   TokensBefore<Config> tokens(args, cta, shared.sent);
   int turn = 0;
   for (int token = cta.block; token < args.geometry.num_tokens; token += cta.num_blocks) {
-    TokenRoute& route = shared.routes[turn];
     tokens.count_to(token);
+    TokenRoute& route = shared.routes[turn];
     if (token == cta.block) await_small_combine(args, cta, &shared.has_failed);
     route_token<Config>(args, cta, token, send_counters, tokens.before, exclusion, route);
     if (shared.has_failed == 0) put_token<Config>(args, cta, shared, route, token);
