@@ -181,8 +181,8 @@ class HeadGroup:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of this rank's symmetric memory."""
-        return self._head.workspace.layout.total_bytes
+        """Bytes of this rank's symmetric memory; 0 if released or closed."""
+        return self._head.workspace.mapped_bytes
 
     def close(self) -> None:
         """Give up the memory. Local.

@@ -510,6 +510,11 @@ class Workspace(Generic[E]):
             region = layout.channel_regions(channel)["local"]
             self._faults.connect(channel, memory.local(region.offset, region.size_bytes))
 
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of memory that this rank has in the workspace now: 0 if released or closed."""
+        return self.layout.total_bytes if self._memory is not None and self.is_mapped else 0
+
     def fault(self, channel: int) -> int:
         """Return the channel's fault word, if it has reached the host. Local; waits for nothing."""
         return 0 if self._faults is None else int(self._faults.words[channel])
