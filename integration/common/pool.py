@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, env, self_check
-from moe_nvlink_plugin.errors import MoeNvlinkError
+from moe_nvlink_plugin.errors import ExchangeTimeoutError, MoeNvlinkError
 
 from .agreement import Geometry, Proposal, Ranks
 from .audit import AUDIT_BYTES, Audit, AuditReport
@@ -242,6 +242,33 @@ class ExchangePool:
             exchange.mask(*ranks)
         for audit in self._audits.values():  # a fault may have come between the ranks' calls
             audit.restart()
+
+    def go_on_without_late(self) -> tuple[int, ...]:
+        """Meet all ranks, and go on without those that do not come. Collective over the others.
+
+        Returns:
+            Ranks that this call has left out.
+
+        Raises:
+            MoeNvlinkError: as `MoeAllToAll.mask`, but no timeout as long as it names new ranks.
+        """
+        before, late = self.places(), set[int]()
+        while True:
+            known = len(late)
+            try:
+                self.go_on_without(late)
+                return tuple(rank for rank in before if rank not in self.places())
+            except ExchangeTimeoutError as error:
+                late.update(error.ranks)
+                if len(late) == known:
+                    raise
+
+    def active_ranks_of(self, exchange: MoeAllToAll) -> torch.Tensor | None:
+        """Return the mask that a CUDA graph must hold to outlive a death. Local.
+
+        None if this pool ends with the first fault.
+        """
+        return exchange.active_ranks if self._tolerates_faults else None
 
     def release_memory(self) -> None:
         """Give back the memory of all exchanges. Collective; raises as `MoeAllToAll.release`."""

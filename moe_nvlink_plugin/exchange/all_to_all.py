@@ -663,8 +663,8 @@ class MoeAllToAll:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of this rank's workspace, shared by all layers on it."""
-        return self._layer.workspace.layout.total_bytes
+        """Bytes of this rank's workspace, shared by all layers on it; 0 if released or closed."""
+        return self._layer.workspace.mapped_bytes
 
     def close(self) -> None:
         """Close this layer; the last layer on a workspace also gives up the workspace. Local.

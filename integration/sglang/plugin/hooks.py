@@ -17,6 +17,7 @@ from . import flag
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 PUBLISH = "sglang.srt.runtime_context.publish"
 CREATE_DISPATCHER = "sglang.srt.layers.moe.fused_moe_triton.layer.create_moe_dispatcher"
+FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner._forward_raw"
 IS_FLASHINFER = "sglang.srt.layers.moe.utils.MoeA2ABackend.is_flashinfer"
 #: Roles that SGLang publishes for processes without a model.
 WITHOUT_MODEL = ("tokenizer", "detokenizer", "dp_controller", "encoder", "weight_cache_daemon")
@@ -63,6 +64,8 @@ def after_publish(result: Any, server_args: Any, *args: Any, role: str = "", **m
     """
     if backend.is_selected(server_args) and role not in WITHOUT_MODEL:
         put_in_place()
+        if backend.keeps_record(server_args):
+            watch_ranks()
 
 
 def put_in_place() -> None:
@@ -91,6 +94,38 @@ def put_in_place() -> None:
     effect.assert_hooks()
     fused.register()  # a layer looks for its fused function before it asks for a dispatcher
     put_in_place.done = True  # type: ignore[attr-defined]
+
+
+def watch_ranks() -> None:
+    """Surround each forward of a model, to write SGLang's record of the ranks that live.
+
+    Local; idempotent.
+
+    Raises:
+        UnsupportedError: as `effect.assert_hooks`.
+    """
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    if getattr(watch_ranks, "done", False):
+        return
+    before = ModelRunner._forward_raw
+    us = HookSource(backend.BACKEND, "moe-nvlink-plugin")
+    HookRegistry.register(FORWARD, forward_raw, HookType.AROUND, source=us)
+    HookRegistry.apply_hooks()
+    if ModelRunner._forward_raw is before:
+        effect.note_failure(FORWARD, RuntimeError("SGLang has not applied the hook"))
+    effect.assert_hooks()
+    watch_ranks.done = True  # type: ignore[attr-defined]
+
+
+def forward_raw(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run ``ModelRunner._forward_raw``. Collective; as `lost_ranks.forward`."""
+    from moe_nvlink_plugin.integration.sglang import worker
+    from moe_nvlink_plugin.integration.sglang.moe import lost_ranks
+
+    pool = worker.pool(worker.TARGET)
+    return lost_ranks.forward(pool, lambda: original(*args, **kwargs))
 
 
 def create_dispatcher(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

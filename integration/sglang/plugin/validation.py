@@ -106,8 +106,34 @@ def _parallel(view: Any) -> Iterator[str]:
             "--disable-attn-tp-gather: a batch that does not divide among the ranks of an "
             "attention group stays whole on each of them. Remove it."
         )
-    if view.elastic_ep_backend is not None:
-        yield "elastic expert parallelism: remove --elastic-ep-backend."
+    if backend.keeps_record(view):
+        yield from _elastic(view)
+
+
+def _elastic(view: Any) -> Iterator[str]:
+    """Refuse what does not outlive a death, and ranks that come."""
+    if view.elastic_ep_backend != "mooncake" or view.device != "cuda":
+        yield (
+            f"--elastic-ep-backend {view.elastic_ep_backend} on {view.device}: SGLang's own groups "
+            "outlive a rank with mooncake on GPUs alone; others wait for the dead one. Remove "
+            "--elastic-ep-backend."
+        )
+    if not view.enable_eplb:
+        yield (
+            "--elastic-ep-backend without --enable-eplb: nothing would move the experts of a rank "
+            "that has died. Add the second flag, or drop the first."
+        )
+    if view.ep_join_mode is not None or (view.max_ep_size or 0) > view.tp_size:
+        yield (
+            "ranks that return or join: no hook of SGLang's tells the others when to take one into "
+            "the exchange. Remove --elastic-ep-join-mode and --max-ep-size; start all ranks again "
+            "to have a rank back."
+        )
+    if view.speculative_algorithm is not None:
+        yield (
+            "--elastic-ep-backend with a draft, whose forwards SGLang would not run again: remove "
+            "one of them."
+        )
 
 
 def _overlap(view: Any) -> Iterator[str]:
