@@ -57,9 +57,7 @@ def pool(name: str | None = None) -> ExchangePool:
     if name not in _pools:
         here = _here()
         label = "" if name == TARGET else name
-        _pools[name] = ExchangePool(
-            here.ranks, here.device, here.options, name=label, checks_itself=True
-        )
+        _pools[name] = ExchangePool(here.ranks, here.device, here.options, name=label)
     return _pools[name]
 
 
@@ -69,8 +67,9 @@ def capacity() -> int:
 
 
 def device() -> torch.device:
-    """Return where this rank's layers work. Local."""
-    return _here().device
+    """Return where this rank's layers work. Local; SGLang has chosen its GPU."""
+    kind = get_device().device
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def options() -> Options:
@@ -99,10 +98,9 @@ def _here() -> _Here:
             f"{ep_size}. Please report this with the command that started SGLang."
         )
     atexit.register(close)
-    kind = get_device().device
     return _Here(
         Ranks(group.cpu_group, group.rank_in_group, group.world_size, WORDING),
-        torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind),
+        device(),
         options_of(server_args),
         budget.of(server_args).tokens_per_rank,
     )
