@@ -14,14 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.layers.moe.utils import initialize_moe_config
 from sglang.srt.runtime_context import (
     derive_spawn_ranks,
     get_context,
     get_flags,
     get_parallel,
-    parallel_widths_of,
 )
 
 from moe_nvlink_plugin.integration.common.options import Options
@@ -78,22 +76,21 @@ def put_in_place(server_args: Any) -> None:
     if backend.names_draft(server_args):
         changed["speculative_moe_a2a_backend"] = OWN_BACKEND
     get_context().override(_SOURCE, **changed)
-    _narrow(server_args.ep_size, resolved_view(server_args))
+    _take_places(server_args.ep_size)
     # SGLang's layers read flags, which its benchmark has made of the arguments before.
     if get_flags().moe.a2a_backend is not None:
         initialize_moe_config()
 
 
-def _narrow(ep_size: int, view: Any) -> None:
-    """Give the ranks their places in expert-parallel groups of another width. Local."""
+def _take_places(ep_size: int) -> None:
+    """Give this rank its place in expert-parallel groups of another width. Local."""
     parallel = get_parallel()
-    widths = parallel_widths_of(view)
     ranks = derive_spawn_ranks(
         world_rank=parallel.launch_world_rank,
         tp_size=parallel.tp_size,
         ep_join_rank_offset=parallel.ep_join_rank_offset,
         attn_cp_size=parallel.attn_cp_size,
-        attn_tp_size=widths["attn_tp_size"],
+        attn_tp_size=parallel.attn_tp_size,
         moe_dp_size=parallel.moe_dp_size,
         moe_ep_size=ep_size,
     )

@@ -189,6 +189,4 @@ def _chunks(view: Any) -> Iterator[str]:
 
 def _exchange(server_args: Any, view: Any, budget: Budget) -> Iterator[str]:
     options = choices.options_of(server_args)
-    yield from refusals.exchange(
-        str(view.model_path), options, **sizes.of(server_args, budget)
-    )
+    yield from refusals.exchange(str(view.model_path), options, **sizes.of(server_args, budget))
