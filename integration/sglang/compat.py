@@ -59,6 +59,11 @@ BY_HAND: dict[str, tuple[Touched, ...]] = {
             "our dispatchers, with the flag only",
         ),
         *patch(
+            f"{_SRT}.distributed.parallel_state",
+            "initialize_model_parallel()",
+            "the ranks check our exchange before, with the flag only",
+        ),
+        *patch(
             f"{_MOE}.utils",
             "MoeA2ABackend.is_flashinfer()",
             "true for ours: combine returns reduced rows; with the flag only",

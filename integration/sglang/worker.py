@@ -80,7 +80,6 @@ def pool(name: str | None = None) -> ExchangePool:
             here.device,
             here.options,
             name=label,
-            checks_itself=True,
             tolerates_faults=survives,
         )
     return _pools[name]
@@ -92,8 +91,9 @@ def capacity() -> int:
 
 
 def device() -> torch.device:
-    """Return where this rank's layers work. Local."""
-    return _here().device
+    """Return where this rank's layers work. Local; SGLang has chosen its GPU."""
+    kind = get_device().device
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def options() -> Options:
@@ -122,10 +122,9 @@ def _here() -> _Here:
             f"{ep_size}. Please report this with the command that started SGLang."
         )
     atexit.register(close)
-    kind = get_device().device
     return _Here(
         Ranks(group.cpu_group, group.rank_in_group, group.world_size, WORDING),
-        torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind),
+        device(),
         options_of(server_args),
         budget.of(server_args).tokens_per_rank,
     )

@@ -84,9 +84,7 @@ class Model:
 def lives(rank: int, size: int) -> list[Any]:
     group = as_group(dist.group.WORLD, 60)
     ranks = Ranks(group, rank, size, sglang_layer.WORDING)
-    pool = worker.SurvivingPool(
-        ranks, torch.device("cpu"), Options(), checks_itself=True, tolerates_faults=True
-    )
+    pool = worker.SurvivingPool(ranks, torch.device("cpu"), Options(), tolerates_faults=True)
     worker._pools[worker.TARGET] = pool
     model = Model(pool, rank)
     for _ in range(2):

@@ -14,7 +14,14 @@ from sglang.srt.arg_groups.model_override_base import model_config_of, resolved_
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.integration.common import refusals
 from moe_nvlink_plugin.integration.common.options import Options
-from moe_nvlink_plugin.integration.sglang import backend, choices, compat, draft
+from moe_nvlink_plugin.integration.sglang import (
+    backend,
+    choices,
+    compat,
+    draft,
+    own_exchange,
+    sizes,
+)
 from moe_nvlink_plugin.integration.sglang.budget import Budget
 from moe_nvlink_plugin.integration.sglang.moe import runners
 
@@ -58,6 +65,7 @@ def check(server_args: Any) -> Options:
             "overlap_shared_experts is not served under SGLang: its dispatchers run both verbs on "
             "the stream of the experts. Remove it."
         )
+    problems += own_exchange.refusals(server_args, view, options)
     if not problems:
         problems += _model(server_args, view, options)
     refusals.refuse(problems, compat.sglang_version(), choices.WORDING)
@@ -186,7 +194,7 @@ def _model(server_args: Any, view: Any, options: Options) -> Iterator[str]:
             "the flag for this model."
         )
         return
-    num_experts = _num_experts(model.hf_text_config)
+    num_experts = sizes.num_experts(model.hf_text_config)
     if num_experts == 0:
         yield f"model {view.model_path} has no MoE layers: drop the flag."
     elif num_experts < view.tp_size:
@@ -206,21 +214,5 @@ def _chunks(view: Any) -> Iterator[str]:
 
 
 def _exchange(server_args: Any, view: Any, budget: Budget) -> Iterator[str]:
-    model = model_config_of(server_args)
-    text = model.hf_text_config
-    yield from refusals.exchange(
-        str(view.model_path),
-        choices.options_of(server_args),
-        ep_size=view.tp_size,
-        num_experts=_num_experts(text) + (view.ep_num_redundant_experts or 0),
-        top_k=getattr(text, "num_experts_per_tok", 0),
-        # Nemotron-H may exchange rows of another width than its residual stream.
-        hidden_size=getattr(text, "moe_latent_size", None) or text.hidden_size,
-        max_tokens_per_rank=budget.tokens_per_rank,
-        dtype=model.dtype,
-    )
-
-
-def _num_experts(config: Any) -> int:
-    """Return the number of routed experts of a layer, which `ARCHITECTURES` name in two ways."""
-    return getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None) or 0
+    options = choices.options_of(server_args)
+    yield from refusals.exchange(str(view.model_path), options, **sizes.of(server_args, budget))

@@ -1,4 +1,4 @@
-"""A plugin of vLLM: dispatch on CPU ranks tells its peers that they got nothing."""
+"""A plugin of vLLM or SGLang: dispatch on CPU ranks tells its peers that they got nothing."""
 
 from __future__ import annotations
 
