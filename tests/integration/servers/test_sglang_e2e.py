@@ -167,14 +167,21 @@ def test_tensor_parallel_ranks_share_the_tokens(
 
 
 def _with_lost_rows(
-    folder: Path, name: str, requests: Requests, options: dict[str, str], *arguments: str
+    folder: Path,
+    name: str,
+    requests: Requests,
+    options: dict[str, str],
+    *arguments: str,
+    fault: str = lost_rows.LOST,
 ) -> EpSglang:
-    """A server whose exchange is planted to lose every row."""
+    """A server in whose exchange a fault is planted: every row is lost, or waited for in vain."""
     plugin = write_plugin(
         folder / f"plugin {name}", "lost_rows", lost_rows, ("sglang.srt.plugins",)
     )
     given = f"--json-model-override-args={json.dumps({'moe_nvlink': options})}"
-    environment = {"PYTHONPATH": str(plugin)}
+    environment = {"PYTHONPATH": str(plugin), lost_rows.FAULT_VARIABLE: fault}
+    if fault == lost_rows.STALE:
+        environment["MOE_NVLINK_TIMEOUT_S"] = "5"  # no round of ours is to end well
     return EpSglang(requests, folder, name, *arguments, given, environment=environment)
 
 
@@ -194,15 +201,28 @@ def test_ranks_whose_rows_get_lost_do_not_serve(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [TP2, pytest.param(ATTENTION_DP2, marks=pytest.mark.long)], ids=["tp2", "dp2"]
+    ("arguments", "fault", "why"),
+    [
+        pytest.param(TP2, lost_rows.LOST, "0 rows instead of", id="tp2"),
+        pytest.param(
+            *(ATTENTION_DP2, lost_rows.LOST, "0 rows instead of"), id="dp2", marks=pytest.mark.long
+        ),
+        pytest.param(
+            *(TP2, lost_rows.STALE, "ExchangeTimeoutError"), id="stale", marks=pytest.mark.long
+        ),
+    ],
 )
 def test_a_server_whose_rows_get_lost_falls_back_and_answers_right(
-    arguments: Sequence[str], expected_of: Callable[[TinyModel], Expected], folder: Path
+    arguments: Sequence[str],
+    fault: str,
+    why: str,
+    expected_of: Callable[[TinyModel], Expected],
+    folder: Path,
 ) -> None:
     """With SGLang's own exchange; ours would not have brought a row to any expert elsewhere."""
-    expected, name = expected_of(QWEN3), f"fallen back {arguments[-1]}"
+    expected, name = expected_of(QWEN3), f"fallen back {arguments[-1]} {fault}"
     with _with_lost_rows(
-        folder, name, expected.requests, {"fallback": "none"}, *arguments
+        folder, name, expected.requests, {"fallback": "none"}, *arguments, fault=fault
     ) as server:
         assert server.differing(range(2), concurrency=1) == []
         assert server.differing(range(2, NUM_SEQUENCES), concurrency=5) == []
@@ -212,8 +232,19 @@ def test_a_server_whose_rows_get_lost_falls_back_and_answers_right(
     warning = "All ranks go on with SGLang's own exchange (none), as"
     assert told.count(warning) == 1
     assert "the self-check (large batches) failed: rank 0: " in told
-    assert "0 rows instead of" in told
+    assert why in told
     assert not list(server.stats_folder.glob("*")), "no exchange of ours has counted anything"
+
+
+@pytest.mark.long
+def test_an_unchecked_server_whose_rows_get_lost_answers_wrong(
+    expected_of: Callable[[TinyModel], Expected], folder: Path
+) -> None:
+    """So that right answers after a fall back mean something."""
+    options = {"fallback": "none", "self_check": "off"}
+    requests = expected_of(QWEN3).requests
+    with _with_lost_rows(folder, "unchecked", requests, options, *TP2) as server:
+        assert server.differing(range(NUM_SEQUENCES), concurrency=5) == list(range(NUM_SEQUENCES))
 
 
 @pytest.mark.long
