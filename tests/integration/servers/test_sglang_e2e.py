@@ -314,6 +314,19 @@ def test_the_demonstration(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "every answer equals the one-rank server's" in said
 
 
+@pytest.mark.long
+def test_a_model_of_another_type(
+    folder: Path, expected_of: Callable[[TinyModel], Expected]
+) -> None:
+    """SGLang makes it torch's default while layers are built; so started no server of BF16."""
+    requests = expected_of(QWEN3).requests
+    with EpSglang(requests, folder, "bf16", *TP2, "--dtype=bfloat16") as server:
+        lengths = requests.lengths[:2]
+        answers = server.server.complete(requests.prompts[:2], max_tokens=lengths)
+        assert [len(answer.token_ids) for answer in answers] == lengths
+        server.check_traffic(2, 2, QWEN3.num_layers)
+
+
 def test_a_refusal_ends_the_server_with_its_reason(folder: Path) -> None:
     checkpoint = write_checkpoint(folder / "refused", "qwen3_moe")
     arguments = [*TP2, "--moe-a2a-backend=moe_nvlink", "--enable-two-batch-overlap"]
