@@ -106,6 +106,7 @@ class Options:
         device: "cpu", "cuda", or "rehearsal": the code for a GPU on CPU threads, for the tests.
         emulate_ranks: all ep_size ranks on one GPU.
         pdl: programmatic dependent launch of ours.
+        ordered_slots: as AllToAllConfig's, of ours.
         threads: compute threads of a CPU rank, of our backend and of torch.
         bind: each CPU rank that this program starts keeps to as many cores as it has threads.
         max_tokens: capacity of our backend's buffers; 0: the batch.
@@ -132,6 +133,7 @@ class Options:
     device: str = "cpu"
     emulate_ranks: bool = False
     pdl: bool = False
+    ordered_slots: bool = False
     cuda_graph: bool = False
     kernel_breakdown: bool = False
     iter_stats: bool = False
@@ -163,6 +165,7 @@ class Options:
             combine=self.combine,
             num_threads=self.threads,
             timeout_s=self.timeout_s,
+            ordered_slots=self.ordered_slots,
             ranks_may_leave=False,  # as for vLLM and SGLang; peers have no masks
         )
 
@@ -284,6 +287,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     add("--no_cuda_graph", action="store_false", dest="cuda_graph")
     pdl = "programmatic dependent launch; with a GPU for each rank: as MOE_NVLINK_PDL says"
     add("--pdl", action="store_true", help=pdl)
+    add("--ordered_slots", action="store_true", help="ours: rows in the order of their tokens")
     add = made.add_argument_group("what comes out").add_argument
     kernels = (
         "GPU: time of each kernel, by the profiler. CPU, ours: time in the kernel's call, of "

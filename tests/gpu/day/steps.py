@@ -129,6 +129,9 @@ _TWO, _TWO_BULK = (
     for name, small in (("two-ranks", "64"), ("two-ranks-bulk", "0"))
 )
 
+#: As `emulated` of the stage `smoke`, beside which it is to be run.
+_ORDERED = _emulated("ordered", 25, "--backend moe_nvlink --ordered_slots --batches 1 32 64 2048")
+
 NUMBERS = Stage(
     "numbers",
     530,
@@ -171,13 +174,14 @@ NUMBERS = Stage(
             ),
         ),
         (_BULK,),
+        (_ORDERED,),
         (_TWO,),
         (_TWO_BULK,),
     ),
 )
 
 _FORMS = "tests/gpu/test_users_form.py tests/gpu/test_real_processes.py"
-_NEWER = "tests/gpu/test_comings.py tests/gpu/test_flashinfer_doors.py"
+_NEWER = "tests/gpu/test_comings.py tests/gpu/test_flashinfer_doors.py tests/gpu/test_audit.py"
 
 BREADTH = Stage(
     "breadth",

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
 from moe_nvlink_plugin.errors import ConfigError, DisagreementError
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.integration.common import audit as audit_module
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
-from moe_nvlink_plugin.integration.common.audit import AUDIT_BYTES, Audit, Audited, AuditReport
+from moe_nvlink_plugin.integration.common.audit import AUDIT_BYTES, Audited, AuditReport
 from moe_nvlink_plugin.integration.common.formats import Sent
 from moe_nvlink_plugin.integration.common.options import Options, Wording, read
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
@@ -25,84 +24,17 @@ from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from moe_nvlink_plugin.verify.cases import RECIPES
 from tests.integration.common.test_adapter_common import ToyInput
+from tests.support.audited import CAPACITY, SIZE, Rank
 from tests.support.delays import replace_once
 
 CPU = torch.device("cpu")
 WORDING = Wording("Toy", "--toy-backend moe_nvlink", "toy.yaml", "dispatch: bf16 in toy.yaml")
-SIZE, CAPACITY = 3, 12
-SCALE = torch.tensor([0.5])
 
 
 @pytest.fixture(autouse=True)
 def turns_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which tokens are audited does not depend on the clock."""
     monkeypatch.setattr(audit_module, "time", SimpleNamespace(time_ns=lambda: 2**23))
-
-
-def config_of(rank: int, **values: Any) -> AllToAllConfig:
-    usual: dict[str, Any] = {
-        "ep_size": SIZE,
-        "ep_rank": rank,
-        "num_experts": 9,
-        "top_k": 4,
-        "hidden_size": 256,
-        "max_tokens_per_rank": CAPACITY,
-        "dtype": torch.bfloat16,
-        "extra_payload_bytes": (AUDIT_BYTES,),
-        "timeout_s": 60.0,
-        "first_timeout_s": 60.0,
-    }
-    return AllToAllConfig(**{**usual, **values})
-
-
-class Rank:
-    """A rank whose rounds are audited; `spoil` may change rows before they are compared."""
-
-    def __init__(self, group: ThreadGroup, every: int = 1, **values: Any) -> None:
-        self.exchange = MoeAllToAll.create(config_of(group.rank, **values), group)
-        self.audit = Audit(self.exchange, every, CPU)
-        self.random = torch.Generator().manual_seed(group.rank)
-        self.payloads: tuple[torch.Tensor, ...] = ()
-
-    def round(
-        self,
-        num_tokens: int,
-        spoil: Callable[[Any], object] = lambda received: None,
-        *,
-        given: Callable[[torch.Tensor], Sent] | None = None,
-        to_all: bool = False,
-    ) -> Any:
-        config, random = self.exchange.config, self.random
-        hidden = torch.randn(num_tokens, config.hidden_size, generator=random).to(config.dtype)
-        hidden[torch.rand(num_tokens, generator=random) < 0.1] = float("nan")
-        ids = torch.randint(-2, 11, (num_tokens, config.top_k), generator=random).to(torch.int32)
-        ids[torch.rand(num_tokens, generator=random) < 0.2] = -1
-        weights = torch.rand(num_tokens, config.top_k, generator=random)
-        padding = torch.rand(num_tokens, generator=random) < 0.2
-        if to_all:
-            ids[:] = torch.tensor([0, 3, 6, 1])
-            padding[:] = False
-        needs = getattr(self.exchange.recipe, "needs_global_scale", False)
-        sent = Sent(hidden, None, SCALE if needs else None) if given is None else given(hidden)
-        words = self.audit.words(sent, ids, weights, padding)
-        received = self.exchange.dispatch(
-            sent.rows,
-            ids,
-            weights,
-            (words,),
-            scales=sent.scales,
-            global_scale=sent.global_scale,
-            is_padding=padding,
-        )
-        spoil(received)
-        words_here = received.extra_payloads[-1]
-        received = self.audit.compared(received)
-        for tensor in (received.hidden_states, received.topk_weights, words_here):
-            tensor.view(torch.uint8).fill_(0xFF)  # what empty slots hold in the next round
-        region = self.exchange.combine_input(metadata=received.metadata)
-        region.zero_()
-        self.exchange.combine(region, received.metadata)
-        return received
 
 
 def audited(body: Callable[[Rank], Any], size: int = SIZE, **values: Any) -> list[Any]:
