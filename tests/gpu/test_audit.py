@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_nvlink_plugin.integration.common.audit import Audited
-from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from moe_nvlink_plugin.testing import ThreadGroup
 from moe_nvlink_plugin.verify.cases import RECIPES
 from tests.support.audited import CAPACITY, Rank
 
@@ -21,14 +21,11 @@ REPLAYS = 50
 
 
 def audited(body: Callable[[Rank], object], **values: Any) -> Audited:
-    def rank_main(group: ThreadGroup) -> Audited:
-        rank = Rank(group, device="cuda", ep_size=1, **values)
-        with rank.exchange:
-            body(rank)
-            torch.cuda.synchronize()
-            return rank.audit.found()
-
-    return run_ranks(1, rank_main)[0]
+    rank = Rank(ThreadGroup.ranks(1)[0], device="cuda", ep_size=1, **values)
+    with rank.exchange:
+        body(rank)
+        torch.cuda.synchronize()
+        return rank.audit.found()
 
 
 def replayed(rank: Rank, spoil: Callable[[Any], object] = lambda received: None) -> None:
