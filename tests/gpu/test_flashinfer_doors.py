@@ -26,6 +26,7 @@ CASES = (
     "rounds_without_the_last_rank",
     "flashinfers_own_backend_on_the_drop_in",
     "statistics_of_experts",
+    "flashinfers_layer_with_experts_in_torch",
 )
 
 pytestmark = [
@@ -37,31 +38,20 @@ pytestmark = [
 ]
 
 
-#: It ended in a CUDA error on an H200: alone, so that what it leaves behind ends no other case.
-ALONE = "flashinfers_layer_with_experts_in_torch"
-
-
-def outcomes_of(names: tuple[str, ...], folder: Path) -> launch.Outcomes:
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> launch.Outcomes:
+    folder = tmp_path_factory.mktemp("ranks")
     with pytest.MonkeyPatch.context() as variables:
         variables.setenv("MOE_NVLINK_ALLOW_SHARED_GPU", "1")
         variables.setenv("MOE_NVLINK_TIMEOUT_S", "20")
+        variables.setenv("LOCAL_RANK", "0")  # FlashInfer's layer binds the device of this number
         told = processes.run_processes(
-            2, launch.cases_of_rank, folder, names, "cuda", timeout_s=JOIN_S
+            2, launch.cases_of_rank, folder, CASES, "cuda", timeout_s=JOIN_S
         )
-    return {name: "\n".join(one[name] for one in told if one[name]) for name in names}
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> launch.Outcomes:
-    return outcomes_of(CASES, tmp_path_factory.mktemp("ranks"))
+    return {name: "\n".join(one[name] for one in told if one[name]) for name in CASES}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(outcomes: launch.Outcomes, name: str) -> None:
     if outcomes[name]:
         pytest.fail(outcomes[name], pytrace=False)
-
-
-def test_flashinfers_layer(tmp_path: Path) -> None:
-    if found := outcomes_of((ALONE,), tmp_path)[ALONE]:
-        pytest.fail(found, pytrace=False)
