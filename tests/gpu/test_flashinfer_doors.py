@@ -6,7 +6,6 @@ tests/flashinfer runs the same cases, and more, on CPU ranks.
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 

@@ -347,12 +347,16 @@ def test_processes_started_in_vllms_own_way(
         name,
         *DP2,
         EAGER,
+        '--additional-config={"moe_nvlink": {"audit_every": 3}}',
         environment={"PROMETHEUS_MULTIPROC_DIR": str(counts)},
         server=VllmServer,
     ) as server:
         assert server.differing(range(8), concurrency=8) == []
         server.check_traffic(2, 8, _num_moe_layers(QWEN3))
         server.check_metrics(2)
+        for counted in server.stats(2):  # rows were compared, and none was wrong
+            assert min(counted["audited"]) > 3
+            assert counted["audit_faults"] == [0, 0]
 
 
 @pytest.mark.long
@@ -523,6 +527,35 @@ def test_ranks_whose_rows_get_lost_do_not_serve(folder: Path) -> None:
     assert "0 rows instead of" in told
     assert "`moe-nvlink verify` shows more" in told
     assert NO_WEIGHTS not in told
+
+
+@pytest.mark.long
+def test_an_audited_server_whose_rows_are_overwritten(
+    requests_of: Callable[[TinyModel], Requests], folder: Path
+) -> None:
+    """Nothing else tells of it: the server goes on, and its answers are wrong."""
+    name = "overwritten"
+    plugin = write_plugin(folder / f"plugin {name}", "lost_rows", lost_rows)
+    options = {"self_check": "off", "audit_every": 1}
+    server = EpServer(
+        requests_of(QWEN3),
+        folder,
+        name,
+        *DP2,
+        EAGER,
+        f"--additional-config={json.dumps({'moe_nvlink': options})}",
+        environment={
+            "PYTHONPATH": str(plugin),
+            "MOE_NVLINK_SMALL_TOKENS": "0",
+            lost_rows.FAULT_VARIABLE: lost_rows.OVERWRITTEN,
+        },
+    )
+    with server:
+        assert server.differing(range(8), concurrency=4) != []
+        for counted in server.stats(2):
+            assert min(counted["audit_faults"]) > 0
+        told = server.server.log_path.read_text("utf-8")
+        assert "found wrong rows; answers since then may be wrong" in told
 
 
 @pytest.mark.long
