@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import peers
+from .audited import Audited, AuditWords
 from .expected import Context, Side, WrongResult
 from .no_sync import OursWithoutSync
 from .options import Options
@@ -13,7 +14,7 @@ BACKENDS: dict[str, type[Side]] = {
     side.name: side
     for side in (
         *(Ours, peers.GlooGather, peers.AllToAll, peers.GlooGatherFull, peers.AllToAllFull),
-        *(peers.NcclGather, peers.FlashInfer, OursWithoutSync),
+        *(peers.NcclGather, peers.FlashInfer, OursWithoutSync, Audited, AuditWords),
     )
 }
 

@@ -42,8 +42,11 @@ CUSTOM = "custom"
 
 #: Every backend there is a name for, ours first: ratios are to it.
 OURS = "moe_nvlink"
+#: Ours as a server runs it that audits rows: in an audited round, and in one between two audits.
+AUDITED, AUDIT_WORDS = f"{OURS}_audited", f"{OURS}_audit_words"
 BACKENDS = (
     OURS,
+    *(AUDITED, AUDIT_WORDS),
     *("gloo_gather", "all_to_all", "gloo_gather_full", "all_to_all_full"),
     *("nccl_gather", "flashinfer"),
 )

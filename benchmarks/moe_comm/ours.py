@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from moe_nvlink_plugin import Dispatched, MoeAllToAll
+from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll
 from moe_nvlink_plugin.verify import cases
 
 from .expected import Complaints, Context, Side, expert_rows
@@ -32,7 +32,7 @@ class Ours(Side):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        config = context.config
+        config = self._config(context)
         self._exchange = MoeAllToAll.create(config, context.group, context.device)
         self._capacity = config.max_tokens_per_rank
         if self._capacity == context.num_tokens:
@@ -50,6 +50,9 @@ class Ours(Side):
         if not context.options.payload_in_workspace:
             self._rows = torch.empty_like(self._rows)
         self.received: Dispatched
+
+    def _config(self, context: Context) -> AllToAllConfig:
+        return context.config
 
     def dispatch(self) -> None:
         hidden, ids, weights = self.context.tokens

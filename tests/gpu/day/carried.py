@@ -168,8 +168,9 @@ def of_benchmarks() -> None:
         ):
             if program == "benchmarks/bench_moe_comm.py":
                 made = options.parse("", given).options
-                asked(one_gpu.make_backend, made)
-                of_config(one_gpu.config_of(made, 0, 1))  # of one_gpu.Branches
+                if made.emulate_ranks:
+                    asked(one_gpu.make_backend, made)
+                of_config(one_gpu.config_of(made, 0, 1))  # also of one_gpu.Branches
             elif program == "benchmarks/bench_recipes.py":
                 _of_recipes(bench_recipes.parse())
             elif program == "benchmarks/bench_lm_head.py":

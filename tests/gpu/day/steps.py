@@ -132,6 +132,16 @@ _TWO, _TWO_BULK = (
 #: As `emulated` of the stage `smoke`, beside which it is to be run.
 _ORDERED = _emulated("ordered", 25, "--backend moe_nvlink --ordered_slots --batches 1 32 64 2048")
 
+#: One rank, the product's own calls in a graph: what an audited round costs, and one between two.
+_AUDITS = _bench(
+    "audits",
+    50,
+    "benchmarks/bench_moe_comm.py --device cuda --ep_size 1 --batches 1 16 64 512 --backend"
+    " moe_nvlink moe_nvlink_audited moe_nvlink_audit_words --recipe fp8_block",
+    "--device cpu --ep_size 2 --profile custom --hidden_size 128 --top_k 2 --num_experts 4"
+    " --batches 2 --iters 5 --warmup 1",
+)
+
 NUMBERS = Stage(
     "numbers",
     530,
@@ -139,18 +149,18 @@ NUMBERS = Stage(
         # What the software GPU's clock assumes, before anything else may use up the time.
         (
             _bench(
-                "constants", 45, "benchmarks/gpu_constants.py", "--device rehearsal --limit_s 100"
+                "constants", 25, "benchmarks/gpu_constants.py", "--device rehearsal --limit_s 100"
             ),
         ),
         # Beside FlashInfer if it is there. The goals are at 64 tokens or fewer, and at 2048.
         (_emulated("moe-comm", 90, "--batches 1 4 16 32 64 128 256 512 1024 2048"),),
         # What the kernels wait for, and in which lines.
-        (_bench("ncu", 110, "-m tests.gpu.profiled --limit 105", "--rehearse"),),
+        (_bench("ncu", 100, "-m tests.gpu.profiled --limit 95", "--rehearse"),),
         (_emulated("pdl", 40, "--backend moe_nvlink --pdl --kernel_breakdown --batches 16 2048"),),
         (
             _bench(
                 "recipes",
-                100,
+                60,
                 "benchmarks/bench_recipes.py --device cuda --ep-size 8 --tokens 16 128 2048"
                 " --iterations 100",
                 "--device rehearsal --ep-size 2 --tokens 4 --hidden-size 256 --num-experts 8"
@@ -173,6 +183,7 @@ NUMBERS = Stage(
                 "--driver emulated --batches 2 --tokens 4",
             ),
         ),
+        (_AUDITS,),
         (_BULK,),
         (_ORDERED,),
         (_TWO,),
