@@ -67,6 +67,7 @@ class Task:
                 "ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]},
             },
             "attention_backend": "TRITON_ATTN",
+            "distributed_executor_backend": "uni",  # in this process, which has the stand-ins
             "kv_cache_memory_bytes": 64 << 20,
             "gpu_memory_utilization": 0.1,
             "max_model_len": 256,
