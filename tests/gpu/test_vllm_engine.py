@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +30,7 @@ MODEL = dataclasses.replace(MODELS["qwen3_moe"], num_layers=2)
 NUM_REQUESTS = 12
 #: Rank 1 has none left while rank 0 still works.
 SHARES = (range(9), range(9, NUM_REQUESTS))
-LIMIT_S = 75.0
+LIMIT_S = 68.0
 
 
 def requests() -> Requests:
@@ -54,9 +53,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     engines: list[Engine] = []
 
     def started(name: str, *shares: range, **options: object) -> Engine:
-        engine = Engine(
-            name, folder, checkpoint, requests(), shares, limit_s=LIMIT_S, **options
-        )  # type: ignore[arg-type]
+        engine = Engine(name, folder, checkpoint, requests(), shares, limit_s=LIMIT_S, **options)  # type: ignore[arg-type]
         engines.append(engine)
         return engine
 

@@ -9,6 +9,7 @@ NCCL takes no two ranks on one GPU. Says each phase with the seconds since the p
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
 import json
@@ -136,6 +137,10 @@ def prepare() -> None:
     vllm_triton.stand_in(setattr, "cuda")
     cast(Any, ops).topk_softmax = _topk_softmax
     from vllm.model_executor.models import registry
+    from vllm.v1.worker import gpu_worker
+
+    # Asks torch for settings of its allocator, for which older torch has no name.
+    cast(Any, gpu_worker).Worker._scoped_allocator_max_split = lambda *_: contextlib.nullcontext()
 
     # The process that vLLM starts to look at a model's class lacks these stand-ins.
     cast(Any, registry)._run_in_subprocess = lambda function: function()

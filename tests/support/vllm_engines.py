@@ -1,9 +1,11 @@
-"""Starts vLLM's engine on one GPU: one rank, or data-parallel ranks that share it; vllm_engine.py is
-what a rank runs. Every rank has a log, and ends within the time that it is given.
+"""Starts vLLM's engine on one GPU: one rank, or data-parallel ranks that share it.
+
+vllm_engine.py is what a rank runs. Every rank has a log, and ends within the time it is given.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -158,7 +160,7 @@ class Engine:
 
     def answers(self) -> dict[int, list[int]]:
         """Number of a request -> its tokens, of those ranks that have answered."""
-        found = {}
+        found: dict[int, list[int]] = {}
         for rank, share in enumerate(self.shares):
             path = self.folder / f"answers{rank}.json"
             if path.exists():
@@ -212,8 +214,6 @@ def _free_port() -> int:
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
