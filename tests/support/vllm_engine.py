@@ -140,7 +140,9 @@ def prepare() -> None:
     from vllm.v1.worker import gpu_worker
 
     # Asks torch for settings of its allocator, for which older torch has no name.
-    cast(Any, gpu_worker).Worker._scoped_allocator_max_split = lambda *_: contextlib.nullcontext()
+    cast(Any, gpu_worker).Worker._scoped_allocator_max_split = lambda *_, **__: (
+        contextlib.nullcontext()
+    )
 
     # The process that vLLM starts to look at a model's class lacks these stand-ins.
     cast(Any, registry)._run_in_subprocess = lambda function: function()
