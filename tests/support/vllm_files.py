@@ -9,6 +9,7 @@ is installed stays. Operators that only the libraries have stand in vllm_triton.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import sys
@@ -35,10 +36,14 @@ NOT_USED = frozenset(
     {
         *("anthropic", "blake3", "cbor2", "compressed_tensors", "depyf", "fastapi", "httpx2"),
         *("ijson", "lark", "llguidance", "lmformatenforcer", "mcp", "mistral_common", "openai"),
-        *("openai_harmony", "outlines_core", "partial_json_parser", "pybase64", "setproctitle"),
+        *("openai_harmony", "outlines_core", "partial_json_parser", "setproctitle"),
         *("sniffio", "starlette", "uvicorn", "watchfiles", "xgrammar", "zmq", "gguf", "PIL"),
     }
 )
+
+
+#: Used before a request comes; Python's own module does the same.
+ALIASES = {"pybase64": "base64"}
 
 
 class _Meaningless(type):
@@ -144,6 +149,9 @@ def complete() -> None:
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     sys.meta_path.append(_Finder())
+    for name, other in ALIASES.items():
+        if importlib.util.find_spec(name) is None:
+            sys.modules[name] = importlib.import_module(other)
     missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
     sys.modules.update((name, ModuleType(name)) for name in missing)
     if LIBRARIES[0] in missing:

@@ -98,6 +98,15 @@ def _watched(tool: str) -> Step:
     return _step(tool, 20, f"-m tests.gpu.watched {tool}", rehearsed)
 
 
+def _of_vllm(name: str, limit_s: float, selected: str) -> Step:
+    return dataclasses.replace(
+        _tests(name, limit_s, selected),
+        needs="vllm",
+        path="GPU_STAGES_VLLM",
+        variables=(("VLLM_USE_DEEP_GEMM", "0"), ("VLLM_NO_USAGE_STATS", "1")),
+    )
+
+
 _MEMCHECK = _watched("memcheck")
 
 SMOKE = Stage(
@@ -228,16 +237,10 @@ BREADTH = Stage(
 #: It has the time of `again`.
 VLLM = Stage(
     "vllm",
-    160,
+    335,
     (
-        (
-            dataclasses.replace(
-                _tests("vllm-experts", 150, "tests/gpu/test_vllm_experts.py -s"),
-                needs="vllm",
-                path="GPU_STAGES_VLLM",
-                variables=(("VLLM_USE_DEEP_GEMM", "0"), ("VLLM_NO_USAGE_STATS", "1")),
-            ),
-        ),
+        (_of_vllm("vllm-experts", 150, "tests/gpu/test_vllm_experts.py -s"),),
+        (_of_vllm("vllm-engine", 170, "tests/gpu/test_vllm_engine.py -s"),),
     ),
 )
 
