@@ -77,6 +77,8 @@ class Task:
             "enable_prefix_caching": False,
             "disable_custom_all_reduce": True,
             "disable_nccl_for_dp_synchronization": True,
+            # In this process a step that only fetches results would leave the other rank alone.
+            "async_scheduling": False,
             "seed": 0,
             **(ours if self.with_ours else {}),
         }
