@@ -141,6 +141,8 @@ class Workspace(Generic[E]):
         self.layers_so_far = 0
         #: What is mapped, in the order of mapping.
         self.extents: list[Extent] = []
+        #: Bytes that a growth has mapped which then failed; they go with the rest.
+        self._stray_bytes = 0
         #: False from a release, or the begin of a renewal, to the end of one: the addresses are
         #: there, and no memory.
         self.is_mapped = True
@@ -321,7 +323,7 @@ class Workspace(Generic[E]):
         """
         memory = self.memory
         memory.renew(group)
-        self.group = group
+        self.group, self._stray_bytes = group, 0
         memory.extend(extents)
         all_or_none(group, "initialising the workspace", self._begin_again)
 
@@ -487,6 +489,7 @@ class Workspace(Generic[E]):
             elif memory_has_grown:
                 # The layout does not contain the memory that is mapped now, and would map it again.
                 self.broken = MoeNvlinkError(f"growing failed half-way: {error}")
+                self._stray_bytes = layout.total_bytes - before.total_bytes
             raise
         self._memory, self._layout = memory, layout
         self.extents.extend(extents)
@@ -513,7 +516,8 @@ class Workspace(Generic[E]):
     @property
     def mapped_bytes(self) -> int:
         """Bytes of memory that this rank has in the workspace now: 0 if released or closed."""
-        return self.layout.total_bytes if self._memory is not None and self.is_mapped else 0
+        is_there = self._memory is not None and self.is_mapped
+        return self.layout.total_bytes + self._stray_bytes if is_there else 0
 
     def fault(self, channel: int) -> int:
         """Return the channel's fault word, if it has reached the host. Local; waits for nothing."""

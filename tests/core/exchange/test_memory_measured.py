@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from moe_nvlink_plugin import AllToAllConfig, HeadGroup, MoeAllToAll, StoreGroup, driver
+from moe_nvlink_plugin.errors import MoeNvlinkError, UnsupportedError
 from moe_nvlink_plugin.jit import host as host_build
 from moe_nvlink_plugin.memory import workspace as workspaces
 from moe_nvlink_plugin.transport import host, nvlink
@@ -215,6 +216,30 @@ def enter(life: Life, name: str, places: Sequence[int]) -> None:
     life.round(1)
 
 
+def half_grown(rank: int, size: int, kind: str) -> tuple[dict[str, Look], list[str]]:
+    """A layer would outgrow the memory, which is there when rank 1 fails; then renewal, and end."""
+    life, places = Life(rank, kind), range(size)
+    small, _, large = life.configs(places)
+    life.layers.append(MoeAllToAll.create(small, life.group("create", places)))
+    life.look("create")
+    workspace, group = life.layers[0]._layer.workspace, life.group("outgrow", places)
+
+    def fail(*_: object) -> None:
+        raise UnsupportedError("planted")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(workspace, "_connect_faults", fail)
+        with pytest.raises(MoeNvlinkError, match="planted"):
+            MoeAllToAll.create(large, group, share_with=life.layers[0])
+    life.look("half grown")
+    enter(life, "renew", places)
+    life.look("renew")
+    life.close()
+    life.look("close")
+    return life.looks, life.names_left()
+
+
 @pytest.fixture(params=["cpu", "cuda"])
 def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Processes started meanwhile have the stand-in driver, if their memory is to be a GPU's."""
@@ -245,6 +270,14 @@ def test_what_is_said_is_what_is_there(kind: str, tmp_path: Path) -> None:
         assert names == []
         if kind == "cpu":
             check_everyones(looks, said["join"])
+
+
+def test_after_a_growth_that_failed_half_way(kind: str, tmp_path: Path) -> None:
+    for looks, names in run_processes(PLACES, half_grown, tmp_path, kind):
+        said = {step: look.said for step, look in looks.items()}
+        assert {step: look.measured for step, look in looks.items()} == said
+        assert 0 == said["close"] < said["create"] == said["renew"] < said["half grown"]
+        assert names == []
 
 
 def assert_logged(logged: list[str], sizes: list[int]) -> None:
