@@ -78,8 +78,9 @@ class Channel:
         self._combine_input = self.combine_region
         self._combine_row = (config.dtype, config.hidden_size)
         self._extra_bytes = config.extra_payload_bytes
-        #: Bound and tokens of the last dispatch.
-        self.max_tokens, self.num_tokens = config.max_tokens_per_rank, 0
+        #: Bound, slots and tokens of the last dispatch.
+        self.max_tokens, self.slots_of_round = config.max_tokens_per_rank, self._num_slots
+        self.num_tokens = 0
         ep_size = self._ep_size = config.ep_size
         self.recv_counts = workspace.words(self.regions["recv_counts"], ep_size, torch.int32)
         if config.num_expert_counts:
@@ -192,6 +193,7 @@ class Channel:
         self._last_call = []  # until all fields are set
         geometry.num_tokens = self.num_tokens = num_tokens
         geometry.max_tokens_per_rank = self.max_tokens = max_tokens
+        self.slots_of_round = self._ep_size * max_tokens
         args.quantiser = quantiser
         for (_place, name), address in zip(_ADDRESSED, values[3:], strict=True):
             setattr(args, name, address)
@@ -211,13 +213,6 @@ class Channel:
 
     def _run(self, launch: Callable[[Any], None], args: Any, _touched: tuple[Any, ...]) -> None:
         launch(args)
-
-    def has_shapes_of(self, call: Combine) -> bool:
-        """Return whether a combine has as many slots and tokens as the last dispatch."""
-        return (
-            call.expert_output.shape[0] == self._ep_size * self.max_tokens
-            and call.send_slots.shape[0] == self.num_tokens
-        )
 
     def combine(
         self,
@@ -283,7 +278,7 @@ class Channel:
     def received(self, call: Dispatch, slots: torch.Tensor) -> Dispatched:
         """Return what the last dispatch has received, as new views of the workspace."""
         ids, weights, hidden, counts = self.rows_and_counts()
-        num_slots = self._ep_size * self.max_tokens
+        num_slots = self.slots_of_round
         scales = expert_counts = None
         if self._has_scales:
             scales = self.received_scales(num_slots)
@@ -305,7 +300,7 @@ class Channel:
         counts = self.recv_counts.data
         if self.max_tokens == self._capacity:
             return ids.data, weights.data, hidden.data, counts
-        num_slots = self._ep_size * self.max_tokens
+        num_slots = self.slots_of_round
         return (
             ids.narrow(0, 0, num_slots),
             weights.narrow(0, 0, num_slots),

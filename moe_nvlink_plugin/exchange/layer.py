@@ -352,10 +352,14 @@ class LayerExchange:
             checks.scale(call.scale, self._largest_scale)
         with self.workspace.channel_lock(index):
             channel = self._usable_channel(index, "combine")
-            if not (is_ordinary and channel.has_shapes_of(call)):
+            output, slots = call.output, call.send_slots
+            num_tokens = slots.shape[0] if is_ordinary else -1
+            if (
+                num_tokens != channel.num_tokens
+                or call.expert_output.shape[0] != channel.slots_of_round
+            ):
                 checks.combine(self.format, call, channel.max_tokens, self._window)
-            num_tokens = call.send_slots.shape[0]
-            output = call.output
+                num_tokens = slots.shape[0]
             if output is None:
                 output = call.expert_output.new_empty((num_tokens, call.expert_output.shape[1]))
             dispatched = channel.state if pending is None else channel.word(pending)

@@ -162,21 +162,24 @@ class OrdinaryCalls:
             return False
         dtype, shape, of_slots = rows.dtype, rows.shape, slots.shape
         if not (
-            len(shape) == 2
+            len(shape) == len(of_slots) == 2
             and shape[1] == hidden_size
+            and of_slots[1] == self._top_k
             and dtype in self._combine_dtypes
+            and slots.dtype is _int32
             and rows.device == device
+            and slots.device == device
             and rows.is_contiguous()
-            and not rows.is_neg()
-            and rows.data_ptr() != 0
-            and len(of_slots) == 2
+            and slots.is_contiguous()
+            and not (rows.is_neg() or slots.is_neg())
             and not (rows.requires_grad and _records())
         ):
             return False
-        num_tokens = of_slots[0]
-        sums = (num_tokens, hidden_size)
+        sums, address = (of_slots[0], hidden_size), slots.data_ptr()
         return (
-            self._is(slots, (num_tokens, self._top_k), _int32)
+            rows.data_ptr() != 0
+            and not self._start <= address < self._stop
+            and (address != 0 or not of_slots[0])
             and (output is None or self._is(output, sums, dtype))
             and (add is None or self._is(add, sums, dtype))
             and (add is None or output is None or _are_apart(add, output))
