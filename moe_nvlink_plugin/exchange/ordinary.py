@@ -61,8 +61,9 @@ class OrdinaryCalls:
 
     A tensor's type comes first: others than torch's own may answer anything. No element type that
     verbs take is complex, so the bytes of a tensor are its numbers unless it is negated, and
-    torch's tensors of zeros have no address. The questions are written out for each tensor that a
-    dispatch always has: a function for one tensor would cost as much as its answers.
+    torch's tensors of zeros have no address. (Nor has a tensor without rows: its call is not
+    ordinary.) The questions are written out for each tensor that a dispatch always has: a function
+    for one tensor would cost as much as its answers.
 
     Args:
         layer: the layer's rows.
@@ -97,6 +98,7 @@ class OrdinaryCalls:
             extras
             or not (scale is None and mask is None and counts is None)
             or not (type(hidden) is type(ids) is type(weights) is _Tensor and type(most) is int)
+            or is_watched()  # first: a tracer would note the sizes that are asked for
         ):
             return None
         rows, device = self._as_they_travel, self._device
@@ -128,13 +130,13 @@ class OrdinaryCalls:
         start, stop = self._start, self._stop
         places = hidden.data_ptr(), ids.data_ptr(), weights.data_ptr()
         for address in places:
-            if start <= address < stop or (address == 0 and num_tokens):
+            if start <= address < stop or address == 0:
                 return None
         if not (scales is None and padding is None and rows.scales is None) and not (
             self._are_optional_ordinary(scales, padding, num_tokens, rows)
         ):
             return None
-        return None if is_watched() else rows.quantiser
+        return rows.quantiser
 
     def _are_optional_ordinary(
         self, scales: object, padding: object, num_tokens: int, rows: _Rows
@@ -156,8 +158,10 @@ class OrdinaryCalls:
         """
         rows, slots, output, _, _, width, add, _ = call
         hidden_size, device = self._hidden_size, self._device
-        if not (type(rows) is type(slots) is _Tensor) or not (
-            width is None or (type(width) is int and width == hidden_size)
+        if (
+            not (type(rows) is type(slots) is _Tensor)
+            or not (width is None or (type(width) is int and width == hidden_size))
+            or is_watched()
         ):
             return False
         dtype, shape, of_slots = rows.dtype, rows.shape, slots.shape
@@ -179,11 +183,10 @@ class OrdinaryCalls:
         return (
             rows.data_ptr() != 0
             and not self._start <= address < self._stop
-            and (address != 0 or not of_slots[0])
+            and address != 0
             and (output is None or self._is(output, sums, dtype))
             and (add is None or self._is(add, sums, dtype))
             and (add is None or output is None or _are_apart(add, output))
-            and not is_watched()
         )
 
     def _is(self, tensor: Any, shape: tuple[Any, ...], dtype: torch.dtype | None) -> bool:
@@ -199,7 +202,7 @@ class OrdinaryCalls:
         ):
             return False
         address = tensor.data_ptr()
-        return not self._start <= address < self._stop and (address != 0 or not shape[0])
+        return address != 0 and not self._start <= address < self._stop
 
 
 def _are_apart(add: torch.Tensor, output: torch.Tensor) -> bool:

@@ -324,7 +324,8 @@ class CudaExecutor:
             return self._raw_stream(self.device_facts.index)
         # Initialises torch, if nobody has; later calls need no object of a stream.
         current = int(torch.cuda.current_stream(self._torch_device).cuda_stream)
-        self._raw_stream = getattr(torch._C, _RAW_STREAM, None)
+        if self._torch_device.index is not None:  # else torch means the current device
+            self._raw_stream = getattr(torch._C, _RAW_STREAM, None)
         return current
 
     def num_sms(self) -> int:
