@@ -105,7 +105,7 @@ class OrdinaryCalls:
         if scales is None and hidden.dtype is self._dtype:
             rows = self._activations
         shape, of_ids = hidden.shape, ids.shape
-        if rows is None or len(shape) != 2 or not 1 <= most <= self._most_tokens:
+        if rows is None or len(shape) != 2 or most > self._most_tokens:
             return None
         num_tokens = shape[0]
         if not (

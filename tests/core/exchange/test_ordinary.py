@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeStateError, InputError, MoeNvlinkError
 from moe_nvlink_plugin.exchange import checks, ops
-from moe_nvlink_plugin.exchange.calls import Combine, Dispatch
-from moe_nvlink_plugin.exchange.ordinary import is_watched
+from moe_nvlink_plugin.exchange.calls import Combine, Dispatch, DispatchMetadata
+from moe_nvlink_plugin.exchange.ordinary import OrdinaryCalls, is_watched
 from moe_nvlink_plugin.testing import ThreadGroup
 from tests.core.exchange.small_exchange import CAPACITY, HIDDEN, TOP_K, config, good
 from tests.core.exchange.test_bad_input import BAD_DISPATCHES
@@ -26,6 +26,10 @@ from tests.core.exchange.test_bad_input import BAD_DISPATCHES
 pytestmark = pytest.mark.timeout(120)
 
 Change = Callable[[torch.Tensor], Any]
+
+
+#: Counts that the caller counts: another number than that of the experts.
+COUNTING = {"num_expert_counts": 3}
 
 
 class Subclass(torch.Tensor):
@@ -99,7 +103,7 @@ def layer(request: pytest.FixtureRequest) -> Iterator[MoeAllToAll]:
     forms: dict[str, dict[str, Any]] = {
         "plain": {},
         "fp8_block": {"recipe": "fp8_block", "hidden_size": 128, "dtype": torch.bfloat16},
-        "counting": {"num_expert_counts": 3},
+        "counting": COUNTING,
     }
     (group,) = ThreadGroup.ranks(1)
     with MoeAllToAll.create(config(**forms[request.param]), group) as made:
@@ -218,6 +222,62 @@ def test_quantised_rows_and_activations_are_told_apart() -> None:
         assert ask(Dispatch(**fields | {"scales": made["scales"]})) is None
 
 
+def test_what_a_dispatch_lacks_is_looked_at() -> None:
+    """A scale that the recipe needs, and counts that the configuration asks for."""
+    lacking: tuple[dict[str, Any], ...] = (
+        {"recipe": "fp8_tensor", "hidden_size": 128, "dtype": torch.bfloat16},
+        {"recipe": "fp8_block", "hidden_size": 128, "dtype": torch.bfloat16} | COUNTING,
+        COUNTING,
+    )
+    for values in lacking:
+        (group,) = ThreadGroup.ranks(1)
+        with MoeAllToAll.create(config(**values), group) as layer:
+            call = Dispatch(**dispatch_of(layer) | {"expert_counts": None})
+            assert layer._layer.ordinary.quantiser_of(call) is None, values
+
+
+def test_tensors_of_another_device_are_not_ordinary() -> None:
+    (group,) = ThreadGroup.ranks(1)
+    with MoeAllToAll.create(config(), group) as layer:
+        inner, tokens = layer._layer, dispatch_of(layer)
+        calls = Dispatch(**tokens), combine_of(layer)
+        there = inner.format._replace(device=torch.device("cuda:0"))
+        for ordinary, expected in (
+            (inner.ordinary, (0, True)),
+            (OrdinaryCalls(there, range(0)), (None, False)),
+        ):
+            assert (ordinary.quantiser_of(calls[0]), ordinary.is_combine(calls[1])) == expected
+
+
+@pytest.mark.parametrize("place", ["expert_output", "send_slots", "output", "add"])
+def test_each_change_of_one_tensor_of_combine(place: str) -> None:
+    (group,) = ThreadGroup.ranks(1)
+    with MoeAllToAll.create(config(), group) as layer:
+        found = set()
+        usual = combine_of(layer, output=torch.zeros(3, HIDDEN), add=torch.zeros(3, HIDDEN))
+        for name in [*CHANGES, "in the workspace"]:
+            try:
+                call = usual._replace(**{place: changed(layer, getattr(usual, place), name)})
+            except (RuntimeError, TypeError):
+                continue
+            if agrees_on_combine(layer, call, CAPACITY):
+                found.add(name)
+    same = {"the same", "a copy", "a part"}
+    more: dict[str, set[str]] = {
+        "expert_output": {"in the workspace"},
+        "send_slots": {"int32"},
+        "output": {"missing"},
+        "add": {"missing"},
+    }
+    assert found == same | more[place]
+
+
+def combine_of(layer: MoeAllToAll, **values: Any) -> Combine:
+    slots = torch.zeros(3, TOP_K, dtype=torch.int32)
+    usual = {"expert_output": torch.zeros(CAPACITY, HIDDEN), "send_slots": slots, "output": None}
+    return Combine(handle=layer._layer.handle, channel=0, **{**usual, **values})
+
+
 @pytest.mark.parametrize("name", BAD_DISPATCHES)
 def test_bad_dispatches_without_extra_payloads(name: str) -> None:
     """As test_bad_input.py, where an extra payload keeps each call from being ordinary."""
@@ -239,8 +299,6 @@ def test_bad_dispatches_without_extra_payloads(name: str) -> None:
 
 def last(layer: MoeAllToAll) -> Any:
     """Metadata of a dispatch that the test has not kept."""
-    from moe_nvlink_plugin.exchange.calls import DispatchMetadata
-
     slots = torch.arange(3 * TOP_K, dtype=torch.int32).view(3, TOP_K)
     slots = torch.where(slots % TOP_K == 0, slots // TOP_K, -1)
     return DispatchMetadata(slots, 0, layer._layer.handle, layer._layer.channel(0).rounds, CAPACITY)
@@ -324,11 +382,13 @@ def test_who_looks_on() -> None:
     """Each of them sees the op, though no tensor tells of it."""
     (group,) = ThreadGroup.ranks(1)
     with MoeAllToAll.create(config(), group) as layer:
-        call = Dispatch(**dispatch_of(layer))
+        calls = Dispatch(**dispatch_of(layer)), combine_of(layer)
         found: dict[str, Any] = {}
 
         def ask(name: str) -> Any:
-            found[name] = (is_watched(), layer._layer.ordinary.quantiser_of(call))
+            ordinary = layer._layer.ordinary
+            answers = ordinary.quantiser_of(calls[0]), ordinary.is_combine(calls[1])
+            found[name] = (is_watched(), *answers)
             return torch.zeros(())
 
         ask("nobody")
@@ -344,9 +404,9 @@ def test_who_looks_on() -> None:
         torch.func.functionalize(lambda _row: ask("functionalize"))(torch.zeros(2))
         trace: Callable[..., Any] = torch.jit.trace
         trace(lambda row: row + ask("trace"), torch.zeros(()), check_trace=False)
-    assert found.pop("nobody") == (False, 0)
+    assert found.pop("nobody") == (False, 0, True)
     assert len(found) == 7
-    assert set(found.values()) == {(True, None)}
+    assert set(found.values()) == {(True, None, False)}
 
 
 def test_results_are_new_tensors_each_time() -> None:
