@@ -237,8 +237,12 @@ def measure(_rank: int, _size: int, arguments: argparse.Namespace) -> dict[str, 
     torch.set_num_threads(1)
     install()
     levels = Levels(arguments)
-    rows = levels.rows()
-    levels.finish()
+    # As torch leaves it in a thread that has used the GPU; the stand-in's tensors are the CPU's.
+    executor = levels.inner.workspace.executor
+    assert isinstance(executor, CudaExecutor)
+    with executor.context():
+        rows = levels.rows()
+        levels.finish()
     for name, inner in WITHIN.items():
         rows[name]["added_us"] = rows[name]["median_us"] - rows[inner]["median_us"]
     return {"pdl": env.pdl(), "rows": rows}
