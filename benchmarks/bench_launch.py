@@ -6,10 +6,10 @@
 
 One rank, because the host does the same for any number. WITHIN names the level that each level
 contains; the difference is what it adds. An eager call of MoeAllToAll calls no torch op; a compiled
-graph calls the op instead, which also checks each argument for itself. Against the stand-in driver (tests/support/fake_cuda) the first row is
-that driver's own cost, which a real one replaces by its own; the differences are ours on any
-machine. After every dispatch comes its combine: kernels report a dispatch that is run again without
-one. Only one of the two is timed, and it alone counts.
+graph calls the op instead, which also checks each argument for itself. Against the stand-in driver
+(tests/support/fake_cuda) the first row is that driver's own cost, which a real one replaces by its
+own; the differences are ours on any machine. After every dispatch comes its combine: kernels report
+a dispatch that is run again without one. Only one of the two is timed, and it alone counts.
 """
 
 from __future__ import annotations
