@@ -61,9 +61,9 @@ class OrdinaryCalls:
 
     A tensor's type comes first: others than torch's own may answer anything. No element type that
     verbs take is complex, so the bytes of a tensor are its numbers unless it is negated, and
-    torch's tensors of zeros have no address. (Nor has a tensor without rows: its call is not
-    ordinary.) The questions are written out for each tensor that a dispatch always has: a function
-    for one tensor would cost as much as its answers.
+    torch's tensors of zeros have no address. Nor has a tensor without rows, so a call without
+    tokens is not ordinary. The questions are written out for each tensor that a dispatch always
+    has: a function for one tensor would cost as much as its answers.
 
     Args:
         layer: the layer's rows.
@@ -109,12 +109,12 @@ class OrdinaryCalls:
             return None
         num_tokens = shape[0]
         if not (
-            num_tokens <= most
+            1 <= num_tokens <= most
+            and ids.dtype is _int32
             and shape[1] == rows.elements
             and of_ids == (num_tokens, self._top_k)
             and weights.shape == of_ids
             and hidden.dtype is rows.dtype
-            and ids.dtype is _int32
             and weights.dtype is _float32
             and hidden.device == device
             and ids.device == device
@@ -167,6 +167,7 @@ class OrdinaryCalls:
         dtype, shape, of_slots = rows.dtype, rows.shape, slots.shape
         if not (
             len(shape) == len(of_slots) == 2
+            and of_slots[0] >= 1
             and shape[1] == hidden_size
             and of_slots[1] == self._top_k
             and dtype in self._combine_dtypes
