@@ -225,7 +225,7 @@ def combine(
         rows = [None if t is None else partial_rows[t][token] for t in targets]
         total = pairwise_tree(rows) if rows else None
         if total is None and add is not None:
-            total = torch.full((config.hidden_size,), -0.0)
+            total = torch.full((config.hidden_size,), -0.0, dtype=torch.float32)
         if total is not None:
             total = total * factor
             if add is not None:

@@ -92,15 +92,18 @@ def random_inputs(
         int32, and topk_weights `[num_tokens, top_k]` float32.
     """
     shape = (num_tokens, config.top_k)
-    hidden = torch.randn((num_tokens, config.hidden_size), generator=generator).to(config.dtype)
-    weights = torch.rand(shape, generator=generator)
-    scores = torch.rand((num_tokens, max(config.num_experts, config.top_k)), generator=generator)
+    # Whatever default type and device the program has set.
+    made: dict[str, Any] = {"generator": generator, "device": "cpu", "dtype": torch.float32}
+    hidden = torch.randn((num_tokens, config.hidden_size), **made).to(config.dtype)
+    weights = torch.rand(shape, **made)
+    scores = torch.rand((num_tokens, max(config.num_experts, config.top_k)), **made)
     ids = scores.topk(config.top_k, dim=1).indices.to(torch.int32) % config.num_experts
-    duplicate = torch.rand(shape, generator=generator) < duplicate_fraction
+    duplicate = torch.rand(shape, **made) < duplicate_fraction
     ids = torch.where(duplicate, ids[:, :1], ids)
-    invalid = torch.rand(shape, generator=generator) < invalid_fraction
-    bad = torch.tensor([-1, config.num_experts, 2**31 - 1, -(2**31)], dtype=torch.int32)
-    picks = torch.randint(0, len(bad), shape, generator=generator)
+    invalid = torch.rand(shape, **made) < invalid_fraction
+    ids_of_no_expert = [-1, config.num_experts, 2**31 - 1, -(2**31)]
+    bad = torch.tensor(ids_of_no_expert, dtype=torch.int32, device="cpu")
+    picks = torch.randint(0, len(bad), shape, generator=generator, device="cpu")
     return hidden, torch.where(invalid, bad[picks], ids).contiguous(), weights
 
 

@@ -40,6 +40,8 @@ AUDIT_BYTES = 16
 _LATEST = torch.iinfo(torch.int64).max
 #: Lower bits of a stamp: the token.
 _TOKEN_BITS = 24
+#: More audits of a channel than a rank sends before the host sees the turn of one that has ended.
+_UNSEEN_TURNS = 1000
 #: Of splitmix64, whose numbers have no pattern.
 _STEP, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
@@ -101,6 +103,9 @@ class Audit:
             self._found.shape, dtype=torch.int64, pin_memory=device.type == "cuda"
         )
         self._shown[:, 3] = -1
+        self._shown_turns = torch.zeros(
+            config.num_channels, dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
         self.restore()
 
     def restore(self) -> None:
@@ -109,8 +114,10 @@ class Audit:
         self._nothing.zero_()
         self._places.copy_(torch.arange(len(self._places)))
         self._sources.copy_(torch.arange(len(self._sources)))
-        # Later than those of a process whose place this rank has taken.
-        self._turns.fill_(time.time_ns() >> 23)  # in 39 bits until 2100
+        # Later than this rank's own; if audits come less than 119 times a second, also than those
+        # of a process whose place this rank has taken. In 39 bits until 2100.
+        seen = int(self._shown_turns.max())
+        self._turns.fill_(max(time.time_ns() >> 23, seen + _UNSEEN_TURNS if seen else 0))
         self._latest.zero_()
         self._found.copy_(self._shown)
 
@@ -243,6 +250,7 @@ class Audit:
         else:
             found[2].add_(is_stale)
         self._shown[channel].copy_(found, non_blocking=True)
+        self._shown_turns[channel].copy_(self._turns[channel], non_blocking=True)
 
     def _has_doubles(self, stamped: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
         """Return `[ep_size]` bool: whether a token of the source stands in two slots. Local."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, env, self_check
-from moe_nvlink_plugin.errors import MoeNvlinkError
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, env
+from moe_nvlink_plugin.errors import ExchangeTimeoutError, MoeNvlinkError
 
 from .agreement import Geometry, Proposal, Ranks
 from .audit import AUDIT_BYTES, Audit, AuditReport
@@ -57,7 +57,6 @@ class ExchangePool:
         holds_startup: whether the adapter calls `end_startup`.
         tolerates_faults: whether the adapter calls `go_on_without` after a failure of the exchange,
             instead of ending the worker. Ranks then wait less long for one another.
-        checks_itself: whether the first exchange comes after a self-check of its configuration.
         more_stats: returns further keys of the counters' file; waits for no launch.
         publication: where the counters go beside their file; the pool closes it.
     """
@@ -71,7 +70,6 @@ class ExchangePool:
         name: str = "",
         holds_startup: bool = False,
         tolerates_faults: bool = False,
-        checks_itself: bool = False,
         more_stats: Callable[[], Mapping[str, object]] = dict,
         publication: Publication | None = None,
     ) -> None:
@@ -80,7 +78,7 @@ class ExchangePool:
         #: Whether the rank's tokens are dummies; see `idling`.
         self.is_idle = False
         self._holds_startup = holds_startup
-        self._tolerates_faults, self._checks_itself = tolerates_faults, checks_itself
+        self._tolerates_faults = tolerates_faults
         self._more_stats, self._publication = more_stats, publication
         self._exchanges: dict[Geometry, MoeAllToAll] = {}
         self._audits: dict[MoeAllToAll, Audit] = {}
@@ -119,16 +117,13 @@ class ExchangePool:
         """Return the exchange for a geometry; create it on first use. Collective if it is new.
 
         All exchanges share one workspace, which grows for a new geometry. Raises as
-        `MoeAllToAll.create` and `self_check`.
+        `MoeAllToAll.create`.
         """
         if geometry in self._exchanges:
             return self._exchanges[geometry]
         first = next(iter(self._exchanges.values()), None)
         self.ranks.meet()
         config = self.config(geometry)
-        if first is None and self._checks_itself:
-            level = self.options.self_check
-            self_check(config, self.ranks.group, self.device, level=level)
         created = MoeAllToAll.create(config, self.ranks.group, self.device, share_with=first)
         self._exchanges[geometry] = created
         if self.options.audit_every:
@@ -242,6 +237,33 @@ class ExchangePool:
             exchange.mask(*ranks)
         for audit in self._audits.values():  # a fault may have come between the ranks' calls
             audit.restart()
+
+    def go_on_without_late(self) -> tuple[int, ...]:
+        """Meet all ranks, and go on without those that do not come. Collective over the others.
+
+        Returns:
+            Ranks that this call has left out.
+
+        Raises:
+            MoeNvlinkError: as `MoeAllToAll.mask`, but no timeout as long as it names new ranks.
+        """
+        before, late = self.places(), set[int]()
+        while True:
+            known = len(late)
+            try:
+                self.go_on_without(late)
+                return tuple(rank for rank in before if rank not in self.places())
+            except ExchangeTimeoutError as error:
+                late.update(error.ranks)
+                if len(late) == known:
+                    raise
+
+    def active_ranks_of(self, exchange: MoeAllToAll) -> torch.Tensor | None:
+        """Return the mask that a CUDA graph must hold to outlive a death. Local.
+
+        None if this pool ends with the first fault.
+        """
+        return exchange.active_ranks if self._tolerates_faults else None
 
     def release_memory(self) -> None:
         """Give back the memory of all exchanges. Collective; raises as `MoeAllToAll.release`."""

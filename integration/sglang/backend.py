@@ -31,6 +31,11 @@ def names_draft(server_args: Any) -> bool:
     return getattr(server_args, DRAFT_FIELD, None) == BACKEND
 
 
+def keeps_record(server_args: Any) -> bool:
+    """Return whether SGLang keeps a record of the ranks that live. Local; takes any object."""
+    return getattr(server_args, "elastic_ep_backend", None) not in (None, "none")
+
+
 def is_selected(server_args: Any) -> bool:
     """Return whether the raw arguments name us anywhere. Local; takes any object."""
     return serves_target(server_args) or names_draft(server_args)

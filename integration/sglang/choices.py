@@ -16,12 +16,17 @@ from .backend import BACKEND, FLAG
 
 KEY = BACKEND
 _ARGUMENT = "--json-model-override-args"
+#: What SGLang calls its exchange without an all-to-all backend.
+OWN_BACKEND = "none"
+#: What lets ranks go on with it.
+FALL_BACK = f'{_ARGUMENT} \'{{"{KEY}": {{"fallback": "{OWN_BACKEND}"}}}}\''
 
 WORDING = Wording(
     framework="SGLang",
     flag=FLAG,
     options=f'"{KEY}" in {_ARGUMENT}',
     unquantised=f'{_ARGUMENT} \'{{"{KEY}": {{"dispatch": "{UNQUANTISED}"}}}}\'',
+    own_backend=OWN_BACKEND,
 )
 
 

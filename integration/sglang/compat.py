@@ -59,9 +59,20 @@ BY_HAND: dict[str, tuple[Touched, ...]] = {
             "our dispatchers, with the flag only",
         ),
         *patch(
+            f"{_SRT}.distributed.parallel_state",
+            "initialize_model_parallel()",
+            "the ranks check our exchange before, with the flag only",
+        ),
+        *patch(
             f"{_MOE}.utils",
             "MoeA2ABackend.is_flashinfer()",
             "true for ours: combine returns reduced rows; with the flag only",
+        ),
+        *patch(
+            f"{_SRT}.model_executor.model_runner",
+            "ModelRunner._forward_raw(forward_batch, pp_proxy_tensors, reinit_attn_backend, "
+            "split_forward_count)",
+            "writes SGLang's record of the ranks that live; with --elastic-ep-backend only",
         ),
         *use(f"{_MOE}.utils", "MoeA2ABackend.is_customized()"),
     ),
@@ -82,16 +93,17 @@ FIELDS = (
             f"{_FIELDS}.exec_:ExecFeatures": "enable_return_routed_experts",
             f"{_FIELDS}.exec_:ExecGraph": "cuda_graph_config",
             f"{_FIELDS}.exec_:ExecMoe": (
-                "disable_shared_experts_fusion elastic_ep_backend enable_waterfill "
+                "disable_shared_experts_fusion elastic_ep_backend enable_eplb enable_waterfill "
                 "enforce_shared_experts_fusion ep_num_redundant_experts "
-                "flashinfer_a2a_dispatch_type kt_weight_path moe_a2a_backend moe_runner_backend"
+                "ep_join_mode flashinfer_a2a_dispatch_type kt_weight_path moe_a2a_backend "
+                "moe_runner_backend"
             ),
             f"{_FIELDS}.exec_:ExecOverlap": "enable_single_batch_overlap enable_two_batch_overlap",
             f"{_FIELDS}.lora:Lora": "enable_lora lora_paths",
             f"{_FIELDS}.model:Model": "json_model_override_args model_path quantization",
             f"{_FIELDS}.parallel:Parallel": (
                 "attn_cp_size attn_dp_size dcp_size disable_attn_tp_gather dwdp_size ep_size "
-                "moe_dp_size moe_ep_group nnodes pp_size tp_size"
+                "max_ep_size moe_dp_size moe_ep_group nnodes pp_size tp_size"
             ),
             f"{_FIELDS}.schedule:Schedule": "chunked_prefill_size max_running_requests",
             f"{_FIELDS}.spec:Spec": (
@@ -104,6 +116,7 @@ FIELDS = (
             f"{_SRT}.distributed.parallel_state:GroupCoordinator": (
                 "cpu_group rank_in_group world_size"
             ),
+            f"{_SRT}.elastic_ep.elastic_ep:ElasticEPState": "active_ranks active_ranks_cpu",
             f"{_SRT}.environ:Envs": "SGLANG_MOE_NVFP4_DISPATCH",
             f"{_MOE}.moe_runner.base:MoeRunnerConfig": (
                 "apply_router_weight_on_input hidden_size layer layer_id no_combine num_experts "

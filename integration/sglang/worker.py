@@ -7,6 +7,7 @@ at the same time on two streams, so each has a pool of its own.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -14,18 +15,34 @@ import torch
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.runtime_context import get_device, get_flags, get_parallel, get_server_args
 
+from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import UnsupportedError
-from moe_nvlink_plugin.integration.common.agreement import Ranks
+from moe_nvlink_plugin.integration import overrides
+from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
 
-from . import budget
+from . import backend, budget
 from .backend import FLAG
 from .choices import WORDING, options_of
 
 TARGET, DRAFT = "target", "draft"
 
 _pools: dict[str, ExchangePool] = {}
+
+
+class SurvivingPool(ExchangePool):
+    """Pool of a server that goes on when a rank dies."""
+
+    @overrides
+    def config(self, geometry: Geometry) -> AllToAllConfig:
+        """Return this rank's configuration, without the kernels for small batches. Local.
+
+        There combine waits for the ranks of its tokens alone. All ranks must notice a death in one
+        forward: those that did would wait for another one in a meeting, and that one in SGLang's
+        own steps for them.
+        """
+        return dataclasses.replace(super().config(geometry), small_tokens=0, small_combine_tokens=0)
 
 
 class _Here(NamedTuple):
@@ -57,8 +74,13 @@ def pool(name: str | None = None) -> ExchangePool:
     if name not in _pools:
         here = _here()
         label = "" if name == TARGET else name
-        _pools[name] = ExchangePool(
-            here.ranks, here.device, here.options, name=label, checks_itself=True
+        survives = backend.keeps_record(get_server_args())
+        _pools[name] = (SurvivingPool if survives else ExchangePool)(
+            here.ranks,
+            here.device,
+            here.options,
+            name=label,
+            tolerates_faults=survives,
         )
     return _pools[name]
 
@@ -69,8 +91,9 @@ def capacity() -> int:
 
 
 def device() -> torch.device:
-    """Return where this rank's layers work. Local."""
-    return _here().device
+    """Return where this rank's layers work. Local; SGLang has chosen its GPU."""
+    kind = get_device().device
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def options() -> Options:
@@ -99,10 +122,9 @@ def _here() -> _Here:
             f"{ep_size}. Please report this with the command that started SGLang."
         )
     atexit.register(close)
-    kind = get_device().device
     return _Here(
         Ranks(group.cpu_group, group.rank_in_group, group.world_size, WORDING),
-        torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind),
+        device(),
         options_of(server_args),
         budget.of(server_args).tokens_per_rank,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -113,17 +114,20 @@ class MoeAllToAll:
         other SMs than an H100, the part "small batches" may differ.
 
         Args:
-            config: the layer's configuration.
+            config: the layer's configuration. A file of `tuning` may be another machine's.
             device: where the tensors would live; a GPU need not be there.
 
         Raises:
-            ConfigError: as `check`; or there are more bytes than a window holds; or the device is
-                neither a CPU nor a CUDA device.
+            ConfigError: as `check`; or the file of `tuning` lacks the layer; or there are more
+                bytes than a window holds; or the device is neither a CPU nor a CUDA device.
         """
         recipe = MoeAllToAll.check(config)
         kind = torch.device(device).type
         if kind not in UNITS:
             raise ConfigError(f"device={device} is of neither kind: {' or '.join(UNITS)}")
+        if isinstance(config.tuning, str) and config.tuning:
+            choices = tuning.choices_for(config.tuning, config, recipe.name, None)
+            config = dataclasses.replace(config, tuning=choices)
         limits = with_small_tokens(config, recipe, 0 if kind == "cpu" else _H100_SMS)
         return sizes.memory_by_part(limits, recipe, UNITS[kind])
 
@@ -668,8 +672,8 @@ class MoeAllToAll:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of this rank's workspace, shared by all layers on it."""
-        return self._layer.workspace.layout.total_bytes
+        """Bytes of this rank's workspace, shared by all layers on it; 0 if released or closed."""
+        return self._layer.workspace.mapped_bytes
 
     def close(self) -> None:
         """Close this layer; the last layer on a workspace also gives up the workspace. Local.

@@ -93,7 +93,7 @@ def release(layer: LayerExchange) -> None:
             )
 
     numbers = str([one.number for one in layers])
-    workspace.give_back({"workspace": workspace.name, "layers": numbers}, stop)
+    workspace.give_back("release", {"workspace": workspace.name, "layers": numbers}, stop)
 
 
 def _known(layers: Sequence[LayerExchange]) -> _Known:

@@ -188,6 +188,8 @@ class _Meeting:
         window = Window(memory.base_ptr, memory.rank_stride)
         self._args = new_arguments(MEET, regions, window, timeout_s)
         self._args.geometry.ep_size, self._args.geometry.ep_rank = group.size, group.rank
+        #: Ranks that have come to a meeting of this call, though maybe to another one than this.
+        self._heard: set[int] = set()
         self.mask = rank_masks.rank_mask(self._alive, group.size)
         for index, word in enumerate(self.mask.tolist()):
             self._args.active_ranks[index] = word & (2**64 - 1)
@@ -199,8 +201,10 @@ class _Meeting:
         failed; a rank that still waits sees the larger number, and comes to that meeting.
         """
         size, words = self._workspace.group.size, self._num_words
-        entries = self._words[: 2 * size * words].view(2, size, words)[1, :, -1].tolist()
-        seen = max(entries[rank] & _NUMBER for rank in self._alive)
+        entries = self._words[: 2 * size * words].view(2, size, words)[:, :, -1].tolist()
+        latest = [max(a & _NUMBER, b & _NUMBER) for a, b in zip(*entries, strict=True)]
+        self._heard.update(r for r in self._alive if latest[r] > self._workspace.meetings)
+        seen = max(entries[1][rank] & _NUMBER for rank in self._alive)
         number = max(self._workspace.meetings + 1, seen + 2 if seen else 1)
         largest = 0
         while number != largest:
@@ -222,7 +226,10 @@ class _Meeting:
         come = {rank: taken[rank][1:] for rank in self._alive if taken[rank][0] == 0}
         largest = max((self._number_of(rank, come[rank], number) for rank in come), default=0)
         late = tuple(rank for rank in self._alive if rank not in come)
+        self._heard.update(come)
         if late:
+            # Beside a rank that is gone, those that waited for it at another meeting are not late.
+            late = tuple(rank for rank in late if rank not in self._heard) or late
             self._give_up(
                 f"waited {self._timeout_s:g} s in mask, meeting {number}, for rank(s) "
                 f"{_listed(late)}; call mask() again on every rank that lives: with the same ranks "

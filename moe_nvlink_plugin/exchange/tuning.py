@@ -8,6 +8,7 @@ would do here. Ranks compare what they have read when they create an exchange.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import platform
@@ -124,20 +125,23 @@ def load(path: str) -> Tuning:
     return Tuning(machine, layers)
 
 
-def choices_for(path: str, config: AllToAllConfig, recipe: str, device: torch.device) -> Choices:
+def choices_for(
+    path: str, config: AllToAllConfig, recipe: str, device: torch.device | None
+) -> Choices:
     """Return what a file says about a layer on this machine. Local.
 
     Args:
         path: the file.
         config: the layer's configuration.
         recipe: name of what travels.
-        device: of the tensors.
+        device: of the tensors; None: of whatever machine.
 
     Raises:
         ConfigError: as `load`; or the file belongs to another machine, or lacks the layer.
     """
     found = load(path)
-    check_machine(path, found.machine, Machine.here(device, config.ep_size))
+    if device is not None:
+        check_machine(path, found.machine, Machine.here(device, config.ep_size))
     layer = Layer.of(config, recipe)
     if layer in found.layers:
         return found.layers[layer]
@@ -164,6 +168,26 @@ def check_machine(path: str, theirs: Machine, here: Machine) -> None:
             f"{_named(path)} was written elsewhere: it has {'; '.join(_differences(theirs, here))};"
             f" {_WRITE}"
         )
+
+
+def add(path: str, tuning: Tuning) -> None:
+    """Add layers to a file of this machine, or begin one. Local; other processes may do the same.
+
+    Raises:
+        ConfigError: the file is there and cannot be read, or is another machine's.
+        OSError: it cannot be written.
+    """
+    target = Path(path).resolve()  # of a link, not the link
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        if target.exists():
+            before = load(str(target))
+            check_machine(path, before.machine, tuning.machine)
+            tuning = tuning._replace(layers=before.layers | tuning.layers)
+        save(str(target), tuning)
+    finally:
+        os.close(folder)
 
 
 def save(path: str, tuning: Tuning) -> None:

@@ -29,13 +29,13 @@ def executor_for(name: str, device: torch.device) -> Executor:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return the device with the index that its tensors have; "cuda" is the current GPU. Local.
+    """Return the device as its tensors have it: "cuda" is the current GPU, "cpu:0" is "cpu". Local.
 
     Raises:
         UnsupportedError: torch sees no GPU.
     """
     if device.type != "cuda":
-        return device
+        return torch.device(device.type)
     if not torch.cuda.is_available():
         raise UnsupportedError(
             f"device {device}: torch {torch.__version__} sees no GPU; install its CUDA build "

@@ -153,7 +153,8 @@ class HeadExchange:
             self.workspace.executor.synchronize_device()  # a verb of any stream may have failed
             self.synchronize()
 
-        self.workspace.give_back(self._told(), stop)
+        # With its name: several heads may have one configuration.
+        self.workspace.give_back(f"release {self.workspace.name}", self._told(), stop)
 
     def renew(self, group: Group, check: Callable[[], None]) -> None:
         """Map memory anew, as HeadGroup.renew documents it; `check` checks the group."""
@@ -176,7 +177,7 @@ class HeadExchange:
 
         with contextlib.ExitStack() as locks:
             all_or_none(group, "preparing the renewal", stop)
-            tell(group, "renew a head", self._told(), None)
+            tell(group, f"renew {workspace.name}", self._told(), None)
             with workspace.renewing():
                 workspace.renew(group, workspace.extents)
                 workspace.recover(with_newcomers=True)

@@ -9,6 +9,7 @@ its part of the vocabulary, and each rank gets the results of its own rows. A ra
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import reprlib
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 
 from moe_nvlink_plugin.config import check_kind
 from moe_nvlink_plugin.errors import ConfigError, InputError, MoeNvlinkError
-from moe_nvlink_plugin.groups import Group, all_or_none, as_group, refuse_differences
+from moe_nvlink_plugin.groups import Group, all_or_none, as_group, tell
 from moe_nvlink_plugin.launch.base import Executor
 from moe_nvlink_plugin.launch.executors import executor_for, with_index
 from moe_nvlink_plugin.memory.startup import Timeouts
@@ -31,6 +32,9 @@ from .launches import head_layout
 
 #: Fields of HeadConfig that may differ from rank to rank.
 _OWN_FIELDS = {"tp_rank", "num_threads", "max_sms"}
+
+#: Numbers of the head groups that this process creates, for the names that rank 0 gives them.
+_numbers = itertools.count(1)
 
 
 class HeadStats(NamedTuple):
@@ -79,7 +83,8 @@ class HeadGroup:
 
         Raises:
             ConfigError: the configuration does not fit the group, or names an unknown transport.
-            DisagreementError: the ranks' configurations differ; raised on every rank.
+            DisagreementError: the ranks' configurations differ, or another rank calls something
+                else; raised on every rank.
             UnsupportedError: no transport supports the device.
             TransportError, CompileError: this rank could not get its memory or its kernels.
             PeerError: another rank failed, or did not arrive. Nothing of this call remains.
@@ -91,7 +96,8 @@ class HeadGroup:
         )
         fields = [f.name for f in dataclasses.fields(config) if f.name not in _OWN_FIELDS]
         mine = {name: str(getattr(config, name)) for name in fields}
-        refuse_differences(ranks.all_gather_object(mine))
+        name = f"head group {next(_numbers)} of rank 0's process ({workspace.name})"
+        workspace.name = tell(ranks, "create a head", mine, name)[0]
         workspace.ensure(lambda alignment: head_layout(config, alignment))
         try:
             head = all_or_none(
@@ -151,7 +157,8 @@ class HeadGroup:
             ExchangeStateError: the group is closed, or unusable, or the stream captures a graph.
                 Raised as PeerError on the others. Nothing has changed.
             UnsupportedError: the memory of a third-party transport cannot be released.
-            DisagreementError: another rank calls something else.
+            DisagreementError: another rank calls something else, or releases another head group;
+                names both. Nothing has changed.
             TransportError, DriverError, PeerError: a rank could not unmap the memory, or did not
                 come; call `release` again, or `renew`.
         """
@@ -174,8 +181,8 @@ class HeadGroup:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of this rank's symmetric memory."""
-        return self._head.workspace.layout.total_bytes
+        """Bytes of this rank's symmetric memory; 0 if released or closed."""
+        return self._head.workspace.mapped_bytes
 
     def close(self) -> None:
         """Give up the memory. Local.

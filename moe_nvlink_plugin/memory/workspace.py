@@ -325,12 +325,13 @@ class Workspace(Generic[E]):
         memory.extend(extents)
         all_or_none(group, "initialising the workspace", self._begin_again)
 
-    def give_back(self, values: dict[str, str], stop: Callable[[], None]) -> None:
+    def give_back(self, called: str, values: dict[str, str], stop: Callable[[], None]) -> None:
         """Unmap all memory, which `renew` maps anew. Collective over the ranks of the group.
 
         Ranks whose memory is not there take part too, so after a failure all may call again.
 
         Args:
+            called: what this rank's caller has called; equal on all ranks.
             values: name -> value, equal on all ranks; what each of them releases.
             stop: checks that no round is open, and waits for the device. Local; under all locks.
 
@@ -362,7 +363,7 @@ class Workspace(Generic[E]):
                     self.keep_totals()
 
             all_or_none(self.group, "preparing the release", prepare)
-            tell(self.group, "release", values, None)
+            tell(self.group, called, values, None)
             self._begin_without_memory(
                 "release() has given it back; call renew() on all ranks of the group"
                 + frameworks.advice(frameworks.RESTORE)
@@ -508,6 +509,11 @@ class Workspace(Generic[E]):
         for channel in range(0 if before is None else before.num_channels, layout.num_channels):
             region = layout.channel_regions(channel)["local"]
             self._faults.connect(channel, memory.local(region.offset, region.size_bytes))
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of memory that this rank has in the workspace now: 0 if released or closed."""
+        return self.layout.total_bytes if self._memory is not None and self.is_mapped else 0
 
     def fault(self, channel: int) -> int:
         """Return the channel's fault word, if it has reached the host. Local; waits for nothing."""

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from moe_nvlink_plugin import env
+from moe_nvlink_plugin.config import MAX_RANKS
 from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError, PeerError
 from moe_nvlink_plugin.groups import Group, as_group
 
@@ -89,7 +90,13 @@ def voice(rank: int) -> Callable[[str], None]:
 
 
 def _start_ranks(wanted: Wanted, body: Body) -> int:
-    """Start the ranks as processes of this machine and wait for them."""
+    """Start the ranks as processes of this machine and wait for them.
+
+    Raises:
+        ConfigError: more ranks are asked for than an exchange has.
+    """
+    if wanted.ranks > MAX_RANKS:
+        raise ConfigError(f"--ranks {wanted.ranks} is more than the {MAX_RANKS} of an exchange")
     gpus = torch.cuda.device_count() if wanted.device == "cuda" else 0
     ranks = wanted.ranks or (gpus if gpus > 1 else 2)
     if 0 < gpus < ranks:

@@ -132,14 +132,14 @@ def _tuned(options: Options, group: Group, device: torch.device) -> int:
     refuse_differences(group.all_gather_object(told | facts))
     config = _config(options, group, device)
     layer = Layer.of(config, MoeAllToAll.check(config).name)
-    before = all_or_none(group, "reading --output", lambda: _earlier(options, here, group.rank))
+    all_or_none(group, "reading --output", lambda: _check_output(options, here, group.rank))
     say = ranks.voice(group.rank)
     found = _search(config, device, options.budget_s, say)
     if not found.gains:
         say(_no_gain(found, options))
         return 0
-    layers = (before.layers if before else {}) | {layer: found.choices}
-    write = functools.partial(_write, options.output, Tuning(here, layers), group.rank)
+    content = Tuning(here, {layer: found.choices})
+    write = functools.partial(_write, options.output, content, group.rank)
     all_or_none(group, "writing --output", write)
     assert found.total is not None
     say(
@@ -177,21 +177,21 @@ def _config_of(layer: Layer, group: Group, timeout_s: float) -> AllToAllConfig:
     return AllToAllConfig(ep_size=group.size, ep_rank=group.rank, timeout_s=timeout_s, **given)
 
 
-def _earlier(options: Options, here: Machine, rank: int) -> Tuning | None:
-    """Return what --output holds already; None if there is no file, or on another rank than 0.
+def _check_output(options: Options, here: Machine, rank: int) -> None:
+    """Check on rank 0 that a layer can be added to --output, before the search takes minutes.
 
     Raises:
         ConfigError: it is another machine's, or no such file, or cannot be written.
     """
     if rank:
-        return None
+        return
     path = str(options.output)
     if not options.output.exists():
         folder = options.output.parent
         if not os.access(folder, os.W_OK | os.X_OK):
             reason = "cannot be written to" if folder.is_dir() else "is no directory"
             raise ConfigError(f"--output {path}: {folder} {reason}; name a file elsewhere")
-        return None
+        return
     try:
         found = tuning.load(path)
         tuning.check_machine(path, found.machine, here)
@@ -200,14 +200,13 @@ def _earlier(options: Options, here: Machine, rank: int) -> Tuning | None:
             f"--output {path} is there and cannot be added to; remove it, or name another file: "
             f"{error}"
         ) from error
-    return found
 
 
 def _write(path: Path, content: Tuning, rank: int) -> None:
     if rank:
         return
     try:
-        tuning.save(str(path), content)
+        tuning.add(str(path), content)
     except OSError as error:
         raise ConfigError(f"--output {path} cannot be written: {error.strerror}") from error
 

@@ -190,7 +190,7 @@ def global_scale(config: AllToAllConfig, device: torch.device | str) -> torch.Te
 
 @functools.cache  # made before a CUDA graph is captured, which could not hold the copy to the GPU
 def _scale_on(recipe: str, device: str) -> torch.Tensor:
-    return torch.tensor([_GLOBAL_SCALES[recipe]], device=device)
+    return torch.tensor([_GLOBAL_SCALES[recipe]], dtype=torch.float32, device=device)
 
 
 def quantised(config: AllToAllConfig, hidden_states: torch.Tensor) -> QuantisedRows:
@@ -405,7 +405,7 @@ def expert_rows(
 ) -> torch.Tensor:
     """What `target`'s experts make of activations. The same bits, however the rows lie."""
     first, end = local_expert_range(config.num_experts, config.ep_size, target)
-    factor = torch.full((hidden.shape[0],), 0.5, device=hidden.device)
+    factor = torch.full((hidden.shape[0],), 0.5, dtype=torch.float32, device=hidden.device)
     for k in range(config.top_k):
         ids = topk_ids[:, k]
         term = topk_weights[:, k] * (1.0 + ids.float() * 0.125)

@@ -440,7 +440,7 @@ def _load(device: torch.device) -> Iterator[None]:
 
     def run_until_the_end() -> None:
         size = 4096 if device.type == "cuda" else 256
-        matrix = torch.ones((size, size), device=device)
+        matrix = torch.ones((size, size), dtype=torch.float32, device=device)
         stream = None
         if device.type == "cuda":
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

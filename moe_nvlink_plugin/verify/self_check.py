@@ -54,6 +54,7 @@ def self_check(
     # Ranks with different checks would wait for one another, "off" on one of them included.
     names = ("recipe", "combine", "small_tokens")
     given = {"level": level} | {name: str(getattr(config, name)) for name in names}
+    given["tuning"] = "given" if config.tuning else "none"
     refuse_differences(ranks.all_gather_object(given))
     if level not in SELF_CHECKS:
         raise ConfigError(f"level={level!r} is not one of {', '.join(SELF_CHECKS)}")
@@ -61,7 +62,10 @@ def self_check(
         return
     checks = _checks(config, here, is_full=level == "full")
     for check in checks:
-        wrong = check.run(ranks, here)
+        # A framework that loads a model has set another default device, or another default type,
+        # on which no check depends.
+        with torch.device("cpu"):
+            wrong = check.run(ranks, here)
         told = [f"rank {rank}: {error}" for rank, error in enumerate(wrong) if error]
         if told:
             raise SelfCheckError(f"the self-check ({check.name}) failed: {'; '.join(told)}")
@@ -77,7 +81,8 @@ def _checks(config: AllToAllConfig, device: torch.device, *, is_full: bool) -> l
     """Return the checks of a layer's geometry. Local; equal on every rank."""
     most = _FULL_TOKENS if is_full else _QUICK_TOKENS
     geometry = Geometry(
-        ep_size=config.ep_size,
+        # Places without a rank are absent from the checks.
+        ep_size=config.ep_size if config.places is None else len(config.places),
         num_experts=config.num_experts,
         top_k=config.top_k,
         hidden_size=config.hidden_size,

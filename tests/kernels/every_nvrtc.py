@@ -117,13 +117,17 @@ def ends() -> list[Kernel]:
 
 def halves() -> tuple[list[Kernel], list[Kernel]]:
     """The kernels of `ends` in two lists: a kind that one has for the oldest architecture, the
-    other has for the newest.
+    other has for the newest. Those that are for one architecture alone take turns.
     """
     lists: tuple[list[Kernel], list[Kernel]] = ([], [])
-    numbers: dict[str, int] = {}
+    of_name: dict[str, list[Kernel]] = {}
     for kernel in ends():
-        number = numbers.setdefault(kernel.name, len(numbers))
-        lists[(number + _ENDS.index(kernel.architecture)) % 2].append(kernel)
+        of_name.setdefault(kernel.name, []).append(kernel)
+    alone = itertools.count()
+    for number, of_kind in enumerate(of_name.values()):
+        turn = number if len(of_kind) > 1 else next(alone)
+        for place, kernel in enumerate(of_kind):
+            lists[(turn + place) % 2].append(kernel)
     return lists
 
 
@@ -182,7 +186,9 @@ def _builds(geometry: Variant, architecture: str, *, pdl: bool = True) -> Iterat
     """
     plain, common = set[Build](), kinds()[0]
     if geometry.family is LAYER and _family(geometry) != "unquantised":
-        usual = geometry.instead(recipe="none", combine="bf16", expert_counts="no")
+        usual = geometry.instead(
+            recipe="none", combine="bf16", expert_counts="no", ordered_slots="no"
+        )
         plain = set(usual.builds(pdl=pdl))
     if geometry.family is LAYER and geometry != common:
         plain.add(common.build(MEET, pdl=pdl))
@@ -234,7 +240,7 @@ def _emulated_others() -> Iterator[Kernel]:
 
 def _with(text: Callable[..., str], geometry: Variant) -> Callable[[], str]:
     codes = geometry.codes()
-    values = {name: codes[name] for name in ("combine", "expert_counts")}
+    values = {name: codes[name] for name in ("combine", "expert_counts", "ordered_slots")}
     return functools.partial(text, quantiser=codes["recipe"], **values)
 
 
@@ -246,6 +252,8 @@ def _family(geometry: Variant) -> str:
         return QUANTISER.word(codes["recipe"])
     if codes["expert_counts"]:
         return "expert counts"
+    if codes["ordered_slots"]:
+        return "ordered slots"
     combine = COMBINE_FORMAT.word(codes["combine"])
     return f"combine {combine}" if codes["combine"] else "unquantised"
 

@@ -186,7 +186,10 @@ def _exchanges() -> Iterator[Exchange]:
 
 
 #: What the kernels have.
-_IN_KERNELS = ("acq_rel.gpu.global.add.u32", "relaxed.gpu.global.add.u32")
+_IN_KERNELS = (
+    *("acq_rel.gpu.global.add.u32", "relaxed.gpu.global.add.u32"),
+    "relaxed.cta.shared.add.u32",
+)
 _ORDERS = ("", "relaxed.gpu.", "acquire.sys.", "release.cta.", "acq_rel.gpu.", "acq_rel.sys.")
 _PLACES = itertools.cycle(itertools.product(_ORDERS, ("global.", "shared.", "")))
 #: Each operation with one order and space, which take turns.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("sglang.srt", reason="SGLang is not installed here: make sgl
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.common import own_source
 from moe_nvlink_plugin.integration.common.names import use
-from moe_nvlink_plugin.integration.sglang import compat, effect
+from moe_nvlink_plugin.integration.sglang import backend, compat, effect
 from moe_nvlink_plugin.integration.sglang.plugin import hooks
 
 Resolve = Callable[..., Any]
@@ -41,6 +42,19 @@ def test_a_process_with_a_model_has_every_hook(published: Any) -> None:
     assert MoeA2ABackend.FLASHINFER.is_flashinfer()
     for other in set(MoeA2ABackend) - {MoeA2ABackend.CUSTOMIZED, MoeA2ABackend.FLASHINFER}:
         assert not other.is_flashinfer(), other
+
+
+def test_forwards_are_watched_where_sglang_keeps_a_record(published: Any) -> None:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    before = ModelRunner._forward_raw
+    assert not backend.keeps_record(SimpleNamespace(elastic_ep_backend=None))
+    assert backend.keeps_record(SimpleNamespace(elastic_ep_backend="mooncake"))
+    hooks.watch_ranks()
+    watched = ModelRunner._forward_raw
+    assert watched is not before
+    hooks.watch_ranks()
+    assert ModelRunner._forward_raw is watched
 
 
 def test_sglang_asks_us_for_dispatchers_of_our_backend_alone(

@@ -116,7 +116,14 @@ def test_the_budget_counts_drafts_and_graphs(resolved: Resolve) -> None:
         ({"disable_attn_tp_gather": True}, ["--disable-attn-tp-gather", "Remove it"]),
         ({"enable_pdmux": True}, ["remove --enable-pdmux"]),
         ({"enable_lora": True}, ["LoRA", "remove --enable-lora"]),
-        ({"elastic_ep_backend": "mooncake"}, ["remove --elastic-ep-backend"]),
+        (
+            {"elastic_ep_backend": "mooncake"},
+            ["mooncake on cpu", "Remove --elastic-ep-backend", "Add the second flag"],
+        ),
+        (
+            {"elastic_ep_backend": "nixl", "ep_join_mode": "recover"},
+            ["--elastic-ep-backend nixl", "Remove --elastic-ep-join-mode", "start all ranks again"],
+        ),
         ({"enable_return_routed_experts": True}, ["--enable-return-routed-experts", "Remove it"]),
         ({"kt_weight_path": "/x"}, ["remove --kt-weight-path"]),
         (

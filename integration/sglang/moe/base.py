@@ -148,6 +148,7 @@ class MoeNvlinkDispatcher(BaseDispatcher, abc.ABC):
             scales=sent.scales,
             global_scale=sent.global_scale,
             max_tokens=self._bound_of_this_step(),
+            active_ranks=self._pool.active_ranks_of(self._exchange),
         )
         if audit is not None:
             received = audit.compared(received)

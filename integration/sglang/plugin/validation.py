@@ -14,7 +14,14 @@ from sglang.srt.arg_groups.model_override_base import model_config_of, resolved_
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.integration.common import refusals
 from moe_nvlink_plugin.integration.common.options import Options
-from moe_nvlink_plugin.integration.sglang import backend, choices, compat, draft
+from moe_nvlink_plugin.integration.sglang import (
+    backend,
+    choices,
+    compat,
+    draft,
+    own_exchange,
+    sizes,
+)
 from moe_nvlink_plugin.integration.sglang.budget import Budget
 from moe_nvlink_plugin.integration.sglang.moe import runners
 
@@ -58,6 +65,7 @@ def check(server_args: Any) -> Options:
             "overlap_shared_experts is not served under SGLang: its dispatchers run both verbs on "
             "the stream of the experts. Remove it."
         )
+    problems += own_exchange.refusals(server_args, view, options)
     if not problems:
         problems += _model(server_args, view, options)
     refusals.refuse(problems, compat.sglang_version(), choices.WORDING)
@@ -106,8 +114,34 @@ def _parallel(view: Any) -> Iterator[str]:
             "--disable-attn-tp-gather: a batch that does not divide among the ranks of an "
             "attention group stays whole on each of them. Remove it."
         )
-    if view.elastic_ep_backend is not None:
-        yield "elastic expert parallelism: remove --elastic-ep-backend."
+    if backend.keeps_record(view):
+        yield from _elastic(view)
+
+
+def _elastic(view: Any) -> Iterator[str]:
+    """Refuse what does not outlive a death, and ranks that come."""
+    if view.elastic_ep_backend != "mooncake" or view.device != "cuda":
+        yield (
+            f"--elastic-ep-backend {view.elastic_ep_backend} on {view.device}: SGLang's own groups "
+            "outlive a rank with mooncake on GPUs alone; others wait for the dead one. Remove "
+            "--elastic-ep-backend."
+        )
+    if not view.enable_eplb:
+        yield (
+            "--elastic-ep-backend without --enable-eplb: nothing would move the experts of a rank "
+            "that has died. Add the second flag, or drop the first."
+        )
+    if view.ep_join_mode is not None or (view.max_ep_size or 0) > view.tp_size:
+        yield (
+            "ranks that return or join: no hook of SGLang's tells the others when to take one into "
+            "the exchange. Remove --elastic-ep-join-mode and --max-ep-size; start all ranks again "
+            "to have a rank back."
+        )
+    if view.speculative_algorithm is not None:
+        yield (
+            "--elastic-ep-backend with a draft, whose forwards SGLang would not run again: remove "
+            "one of them."
+        )
 
 
 def _overlap(view: Any) -> Iterator[str]:
@@ -160,7 +194,7 @@ def _model(server_args: Any, view: Any, options: Options) -> Iterator[str]:
             "the flag for this model."
         )
         return
-    num_experts = _num_experts(model.hf_text_config)
+    num_experts = sizes.num_experts(model.hf_text_config)
     if num_experts == 0:
         yield f"model {view.model_path} has no MoE layers: drop the flag."
     elif num_experts < view.tp_size:
@@ -180,21 +214,5 @@ def _chunks(view: Any) -> Iterator[str]:
 
 
 def _exchange(server_args: Any, view: Any, budget: Budget) -> Iterator[str]:
-    model = model_config_of(server_args)
-    text = model.hf_text_config
-    yield from refusals.exchange(
-        str(view.model_path),
-        choices.options_of(server_args),
-        ep_size=view.tp_size,
-        num_experts=_num_experts(text) + (view.ep_num_redundant_experts or 0),
-        top_k=getattr(text, "num_experts_per_tok", 0),
-        # Nemotron-H may exchange rows of another width than its residual stream.
-        hidden_size=getattr(text, "moe_latent_size", None) or text.hidden_size,
-        max_tokens_per_rank=budget.tokens_per_rank,
-        dtype=model.dtype,
-    )
-
-
-def _num_experts(config: Any) -> int:
-    """Return the number of routed experts of a layer, which `ARCHITECTURES` name in two ways."""
-    return getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None) or 0
+    options = choices.options_of(server_args)
+    yield from refusals.exchange(str(view.model_path), options, **sizes.of(server_args, budget))

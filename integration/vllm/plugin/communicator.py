@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from moe_nvlink_plugin import AllToAllConfig, check_connected, self_check
-from moe_nvlink_plugin.errors import MoeNvlinkError, PeerError, SelfCheckError, UnsupportedError
+from moe_nvlink_plugin import AllToAllConfig
+from moe_nvlink_plugin.integration.common import start
 from moe_nvlink_plugin.integration.common.agreement import Ranks
 from moe_nvlink_plugin.integration.common.options import AUTO, UNQUANTISED, Options
+from moe_nvlink_plugin.integration.common.start import why_apart
 from moe_nvlink_plugin.integration.vllm import metrics
 from moe_nvlink_plugin.integration.vllm.backend import CARRIER, selected_here
 from moe_nvlink_plugin.integration.vllm.balancing import eplb
@@ -27,7 +28,6 @@ from . import graphs, worker
 
 #: What lets ranks go on that no transport connects.
 _FALL_BACK = f'--additional-config \'{{"{KEY}": {{"fallback": "{CARRIER}"}}}}\''
-_PEER = "PeerError: "
 
 logger = logging.getLogger(__name__)
 
@@ -106,24 +106,6 @@ def attach(communicator: Any, device: torch.device, store_group: Any = None) -> 
     communicator.all2all_manager = manager
 
 
-def why_apart(ranks: Ranks, device: torch.device) -> str:
-    """Return why no transport connects the ranks; "" if one does. Collective.
-
-    Every rank gets the same text, so ranks that decide by it decide alike.
-    """
-    mine = ""
-    try:
-        check_connected(ranks.group, device)
-    except PeerError as error:
-        mine = _PEER + str(error)
-    except MoeNvlinkError as error:
-        mine = str(error)
-    problems = list(filter(None, ranks.gather(mine)))
-    # The rank whose own step failed says more than the ranks that heard of it.
-    problems.sort(key=lambda problem: problem.startswith(_PEER))
-    return problems[0].removeprefix(_PEER) if problems else ""
-
-
 def _can_exchange(group: Any, device: torch.device, options: Options, vllm_config: Any) -> bool:
     """Return whether the ranks use our exchange; False: all of them fall back. Collective.
 
@@ -134,39 +116,24 @@ def _can_exchange(group: Any, device: torch.device, options: Options, vllm_confi
     ranks = Ranks(group, group.rank(), group.size(), WORDING)
     apart = why_apart(ranks, device)
     wrong = "" if apart else why_wrong(ranks, device, options, vllm_config)
-    if not apart and not wrong:
-        return True
-    problem = f"no transport connects the ranks: {apart}" if apart else wrong
-    chosen = ranks.gather(options.fallback)
-    without = [rank for rank, fallback in enumerate(chosen) if fallback is None]
-    if without:
-        is_part = len(without) < ranks.size
-        some = f" Ranks {without} are without `fallback`." if is_part else ""
-        raise UnsupportedError(
-            f"{WORDING.flag}: {problem}. Drop the flag"
-            + ("." if device.type == "cpu" else f", or add {_FALL_BACK} on all ranks.")
-            + ("" if apart else " `moe-nvlink verify` shows more; please report what it writes.")
-            + some
-        )
-    if ranks.rank == 0:
-        logger.warning(
-            "All ranks go on with vLLM's own %s, as %s allows, because %s",
-            *(options.fallback, WORDING.options, problem),
-        )
-    return False
+    advice = "" if device.type == "cpu" else _FALL_BACK
+    return start.can_exchange(ranks, options, apart=apart, wrong=wrong, advice=advice)
 
 
 def why_wrong(ranks: Ranks, device: torch.device, options: Options, vllm_config: Any) -> str:
     """Return what is wrong in rounds of the model's geometry; "" if nothing is. Collective."""
+    config = _checked(ranks, options, vllm_config)
+    return start.why_wrong(ranks, device, options, config)
+
+
+def _checked(ranks: Ranks, options: Options, vllm_config: Any) -> AllToAllConfig | None:
+    """Return the geometry that the ranks check. Local."""
     from vllm.config import ModelConfig
 
     model = vllm_config.model_config
-    levels = ranks.gather(options.self_check)
-    if len(set(levels)) > 1:
-        return f"{WORDING.options}: the ranks have different values of self_check: {levels}"
     if not isinstance(model, ModelConfig):  # tests of vLLM bring none, or one without sizes
-        return ""
-    config = AllToAllConfig(
+        return None
+    return AllToAllConfig(
         ep_size=ranks.size,
         ep_rank=ranks.rank,
         num_experts=max(model.get_num_experts(), ranks.size),
@@ -178,8 +145,3 @@ def why_wrong(ranks: Ranks, device: torch.device, options: Options, vllm_config:
         combine=options.combine,
         tuning=options.tuning,
     )
-    try:
-        self_check(config, ranks.group, device, level=options.self_check)
-    except SelfCheckError as error:
-        return str(error)
-    return ""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_nvlink_plugin import Dispatched, MoeAllToAll, rank_mask
+from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll, rank_mask
 from moe_nvlink_plugin.errors import ConfigError, InputError
 from moe_nvlink_plugin.testing import ThreadGroup
 from tests.core.exchange.small_exchange import (
@@ -493,3 +493,15 @@ def test_configurations_of_another_class(given: Any, message: str) -> None:
     for refuse in (lambda: MoeAllToAll.create(given, group), lambda: MoeAllToAll.check(given)):
         with pytest.raises(ConfigError, match=message):
             refuse()
+
+
+def test_the_cpu_with_a_number_is_the_cpu() -> None:
+    """torch's tensors are on "cpu", whatever number was asked for."""
+    (group,) = ThreadGroup.ranks(1)
+    config = AllToAllConfig(
+        ep_size=1, ep_rank=0, num_experts=2, top_k=1, hidden_size=4, max_tokens_per_rank=2
+    )
+    with MoeAllToAll.create(config, group, torch.device("cpu", 0)) as exchange:
+        ids = torch.zeros((1, 1), dtype=torch.int32)
+        rows = torch.ones((1, 4), dtype=torch.bfloat16)
+        assert exchange.dispatch(rows, ids, torch.ones((1, 1))).recv_counts.tolist() == [1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from moe_nvlink_plugin.errors import (
     PeerError,
     TransportError,
 )
+from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.testing import ThreadGroup
 from moe_nvlink_plugin.transport import host
 from moe_nvlink_plugin.verify import cases, compare
@@ -366,6 +368,46 @@ def test_a_fault_shows_on_the_device_until_the_mask() -> None:
         layer.close()
 
     run_threads(2, body)
+
+
+def test_who_waits_at_another_meeting_is_not_late() -> None:
+    """Ranks 0 and 1 wait for rank 2: the second one sees the first, and takes a larger number."""
+    meet, three, gone = Meetings(), (0, 1, 2), threading.Event()
+    both_have_waited = threading.Barrier(2)
+
+    def wait_until_rank_0_has_come(layer: MoeAllToAll) -> None:
+        workspace = layer._layer.workspace
+        region = workspace.layout.channel_regions(0)["meeting"]
+        of_odd_numbers = 3 * constants()["kMeetingWords"]
+        for _ in range(2000):
+            words = workspace.words(region, 2 * of_odd_numbers, torch.int64)
+            if int(words[of_odd_numbers:][constants()["kRankMaskWords"]]) == 1:
+                return
+            time.sleep(0.005)
+        raise AssertionError("rank 0 does not come")
+
+    def body(place: int) -> Any:
+        layer = created(meet, place, three, timeout_s=1.0, first_timeout_s=1.0)
+        if place == 2:
+            layer.close()
+            gone.set()
+            return None
+        gone.wait(60)
+        if place == 1:
+            wait_until_rank_0_has_come(layer)
+        with pytest.raises(ExchangeTimeoutError) as caught:
+            layer.mask()
+        meeting = caught.value.epoch
+        both_have_waited.wait(60)  # a rank that called again meanwhile would be in time
+        assert caught.value.ranks == (2,), caught.value
+        layer.mask(2)
+        seen = right(layer, 1)
+        layer.close()
+        return meeting, seen
+
+    lived = run_threads(3, body)
+    assert [lived[0][0], lived[1][0]] == [1, 3]
+    all_right(1, (0, 1), [lived[0][1], lived[1][1]])
 
 
 def test_leaving_waits_for_the_last_combine() -> None:

@@ -286,3 +286,23 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         written(tmp_path, TODAY)
     assert Path(path).read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["tuned.json"]
+
+
+def test_what_two_processes_add_is_there(tmp_path: Path) -> None:
+    """Each has begun its search before the other one's end; through a link, which stays one."""
+    file, link = tmp_path / "file.json", tmp_path / "link.json"
+    link.symlink_to(file)
+    machine = Machine.here(CPU, 1)
+    layers = [Layer.of(config(max_tokens_per_rank=most), "bf16") for most in (64, 128)]
+    for layer in layers:
+        tuning.add(str(link), Tuning(machine, {layer: TUNED}))
+    assert tuning.load(str(file)).layers == dict.fromkeys(layers, TUNED)
+    assert link.is_symlink()
+
+
+def test_memory_is_foretold_with_a_file(tmp_path: Path) -> None:
+    path = written(tmp_path, Choices(small_tokens=4))
+    with alone(tuning=path) as layer:
+        assert sum(MoeAllToAll.memory(config(tuning=path)).values()) == layer.workspace_bytes
+    with alone() as layer:
+        assert sum(MoeAllToAll.memory(config(tuning=path)).values()) > layer.workspace_bytes

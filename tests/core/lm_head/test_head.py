@@ -22,7 +22,12 @@ from moe_nvlink_plugin import (
     sharded_argmax,
     sharded_logits,
 )
-from moe_nvlink_plugin.errors import ConfigError, ExchangeStateError, PeerError
+from moe_nvlink_plugin.errors import (
+    ConfigError,
+    DisagreementError,
+    ExchangeStateError,
+    PeerError,
+)
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.lm_head.config import MAX_VOCAB_SIZE
@@ -460,6 +465,41 @@ def test_memory_that_is_released_comes_back_in_its_place() -> None:
             check_logits(head, first)
             assert head.stats().rounds == before.rounds + 2
             calls.append("right")
+
+    run_ranks(2, rank_main)
+    assert calls == ["right"] * 2
+
+
+def test_heads_that_ranks_release_in_different_order() -> None:
+    """Of equal configuration, also beside an exchange; nothing has changed then."""
+    one = problem(config(2), [1, 3], 1)
+    calls: list[str] = []
+
+    def rank_main(group: ThreadGroup) -> None:
+        mine = config(2, group.rank, timeout_s=20.0)
+        exchange = MoeAllToAll.create(small_exchange.config(2, group.rank), group)
+        heads = [HeadGroup.create(mine, group) for _ in range(2)]
+        other = heads[group.rank]
+        for verb, call in (("release", other.release), ("renew", lambda: other.renew(group))):
+            with pytest.raises(DisagreementError) as caught:
+                call()
+            named = re.findall(f"has {verb} head group (\\d+) of rank 0's", str(caught.value))
+            assert len({*named}) == 2
+        with pytest.raises(DisagreementError, match="rank 0 has release, rank 1 has release head"):
+            (exchange, other)[group.rank].release()
+        for head in heads:
+            check_argmax(head, one)
+        for head in heads:
+            head.release()
+        with pytest.raises(DisagreementError, match="make the same on all"):
+            other.renew(group)
+        for head in heads[::-1]:
+            head.renew(group)
+        for head in heads:
+            check_argmax(head, one)
+            head.close()
+        exchange.close()
+        calls.append("right")
 
     run_ranks(2, rank_main)
     assert calls == ["right"] * 2

@@ -197,6 +197,7 @@ def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
         (("--device", "cuda"), "--device cuda: torch sees no GPU; ask moe-nvlink doctor why"),
         (("--output", "/nowhere/report.json"), "--output /nowhere/report.json cannot be written"),
         (("--top-k", "40"), "top_k=40"),
+        (("--ranks", "129"), "--ranks 129 is more than the 128 of an exchange"),
         (("--hidden-size", "0"), "'0' is not a number of at least 1"),
         (("--timeout", "never"), "'never' is not a number of seconds"),
     ],

@@ -12,9 +12,9 @@ import torch
 
 from moe_nvlink_plugin import check_connected
 from moe_nvlink_plugin.errors import MoeNvlinkError, PeerError, TransportError, UnsupportedError
+from moe_nvlink_plugin.integration.common import start
 from moe_nvlink_plugin.integration.common.agreement import Ranks
 from moe_nvlink_plugin.integration.common.options import Wording, read
-from moe_nvlink_plugin.integration.vllm.plugin import communicator
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from moe_nvlink_plugin.transport import hosts
 from moe_nvlink_plugin.transport.host import HostMemory
@@ -83,7 +83,7 @@ def test_this_process_shares_memory_with_itself(monkeypatch: pytest.MonkeyPatch)
 
 
 def _why(group: ThreadGroup) -> str:
-    return communicator.why_apart(Ranks(group, group.rank, group.size, WORDING), CPU)
+    return start.why_apart(Ranks(group, group.rank, group.size, WORDING), CPU)
 
 
 def test_ranks_that_decide_by_the_reason_decide_alike(places: list[Host]) -> None:
@@ -114,7 +114,7 @@ def test_errors_that_are_no_answer_are_not_taken_for_one(monkeypatch: pytest.Mon
     def broken(group: Any, device: Any) -> None:
         raise RuntimeError("gloo is gone")
 
-    monkeypatch.setattr(communicator, "check_connected", broken)
+    monkeypatch.setattr(start, "check_connected", broken)
     (outcome,) = try_ranks(1, _why)
     assert isinstance(outcome, RuntimeError)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, self_check
-from moe_nvlink_plugin.errors import ConfigError, SelfCheckError
+from moe_nvlink_plugin.errors import ConfigError, DisagreementError, SelfCheckError
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
@@ -112,3 +113,31 @@ def test_an_exchange_that_is_there_goes_on() -> None:
         assert torch.equal(before.combined, after.combined)
 
     run_ranks(2, check)
+
+
+@pytest.mark.parametrize("level", ["quick", "full"])
+@pytest.mark.parametrize("recipe", [None, "fp8_block", "nvfp4"])
+def test_while_a_framework_builds_its_model(recipe: str | None, level: str) -> None:
+    """SGLang then has the model's type and the device of its weights as torch's defaults."""
+    (group,) = ThreadGroup.ranks(1)
+    config = dataclasses.replace(CONFIG, ep_size=1, recipe=recipe)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            self_check(config, group, level=level)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_file_on_one_rank_alone_is_named(tmp_path: Path) -> None:
+    def one(group: ThreadGroup) -> None:
+        path = str(tmp_path / "tuned.json") if group.rank else ""
+        body(group, tuning=path, num_threads=1)
+
+    for outcome in try_ranks(2, one):
+        assert isinstance(outcome, DisagreementError)
+        assert "tuning: rank 0 has none, rank 1 has given" in str(outcome)
+
+
+def test_places_without_a_rank() -> None:
+    run_ranks(2, functools.partial(body, ep_size=4, places=(0, 1)))

@@ -12,7 +12,6 @@ import torch
 from moe_nvlink_plugin.errors import MoeNvlinkError, UnsupportedError
 from moe_nvlink_plugin.integration import common
 from moe_nvlink_plugin.integration.common import names, refusals
-from moe_nvlink_plugin.integration.common import pool as pool_module
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
 from moe_nvlink_plugin.integration.common.experts_input import ExpertsInput
 from moe_nvlink_plugin.integration.common.options import Options, Wording, read
@@ -149,26 +148,6 @@ def test_pools_of_one_worker_write_a_file_each(
         pool.exchange(GEOMETRY)
         pool.close()
     assert {path.name for path in tmp_path.iterdir()} == {"rank0.json", "draft-rank0.json"}
-
-
-@pytest.mark.parametrize("checks_itself", [False, True])
-def test_a_pool_checks_its_first_exchange(
-    checks_itself: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checked: list[tuple[Any, str]] = []
-
-    def noted(config: Any, _group: Any, _device: Any, *, level: str) -> None:
-        checked.append((config, level))
-
-    monkeypatch.setattr(pool_module, "self_check", noted)
-    (group,) = ThreadGroup.ranks(1)
-    options = Options(self_check="full")
-    pool = ExchangePool(Ranks(group, 0, 1, WORDING), CPU, options, checks_itself=checks_itself)
-    geometry = GEOMETRY._replace(recipe="fp8_block")
-    pool.exchange(geometry)
-    pool.exchange(GEOMETRY)
-    pool.close()
-    assert checked == ([(pool.config(geometry), "full")] if checks_itself else [])
 
 
 @pytest.mark.parametrize(

@@ -405,6 +405,22 @@ def test_counters_and_turns_outlive_lost_memory() -> None:
         assert found.wrong == found.stale == [0] * SIZE
 
 
+def test_one_rank_alone_loses_its_memory() -> None:
+    """It has audited more often than the clock, which stands here, has moved."""
+
+    def body(rank: Rank) -> Any:
+        for _ in range(6):
+            rank.round(CAPACITY)
+        if rank.exchange.config.ep_rank == 1:
+            rank.audit._turns.fill_(-1)
+            rank.audit.restore()
+        for _ in range(6):
+            rank.round(CAPACITY)
+
+    for found in audited(body):
+        assert found.wrong == found.stale == [0] * SIZE
+
+
 # The option.
 
 

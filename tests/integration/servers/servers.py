@@ -386,20 +386,23 @@ def wait_for_text(path: Path, text: str, timeout_s: float) -> bool:
 
 
 def write_plugin(
-    folder: Path, name: str, module: ModuleType, groups: Sequence[str] = ("general",)
+    folder: Path,
+    name: str,
+    module: ModuleType,
+    groups: Sequence[str] = ("vllm.general_plugins",),
 ) -> Path:
-    """An installed distribution, as far as vLLM looks for one: `register` of a module of ours.
+    """An installed distribution, as far as a framework looks for one: `register` of our module.
 
     Args:
         folder: where it goes; a new one.
         name: of the distribution, and of its module.
         module: what is copied.
-        groups: vLLM's groups of plugins that call `register`.
+        groups: the framework's groups of plugins that call `register`.
     """
     about = folder / f"{name}-1.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-    entries = (f"[vllm.{group}_plugins]\n{name} = {name}:register\n" for group in groups)
+    entries = (f"[{group}]\n{name} = {name}:register\n" for group in groups)
     (about / "entry_points.txt").write_text("".join(entries))
     shutil.copy(str(module.__file__), folder / f"{name}.py")
     return folder

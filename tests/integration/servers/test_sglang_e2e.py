@@ -8,6 +8,7 @@ silently not used fails here.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import random
 import signal
@@ -29,7 +30,8 @@ from moe_nvlink_plugin.integration.demo.tiny_checkpoint import (
     TinyModel,
     write_checkpoint,
 )
-from tests.integration.servers.servers import Asking, Requests, our_files
+from tests.integration.servers import lost_rows
+from tests.integration.servers.servers import Asking, Requests, our_files, write_plugin
 from tests.integration.servers.sglang_servers import EpSglang, ForkedSglang
 from tests.support import sglang_triton
 
@@ -46,6 +48,8 @@ GLM4 = MODELS["glm4_moe"]
 TP2 = ("--tp=2",)
 ATTENTION_DP2 = ("--tp=2", "--attn-dp-size=2")
 NUM_SEQUENCES = 12
+#: What SGLang says when it has looked for weights.
+NO_WEIGHTS = "Cannot find any model weights"
 #: Of float32, through a few layers whose sums are taken in another order.
 LOGPROB_TOLERANCE = 1e-3
 
@@ -162,6 +166,87 @@ def test_tensor_parallel_ranks_share_the_tokens(
         _check(server, expected, 2, QWEN3)
 
 
+def _with_lost_rows(
+    folder: Path,
+    name: str,
+    requests: Requests,
+    options: dict[str, str],
+    *arguments: str,
+    fault: str = lost_rows.LOST,
+) -> EpSglang:
+    """A server in whose exchange a fault is planted: every row is lost, or waited for in vain."""
+    plugin = write_plugin(
+        folder / f"plugin {name}", "lost_rows", lost_rows, ("sglang.srt.plugins",)
+    )
+    given = f"--json-model-override-args={json.dumps({'moe_nvlink': options})}"
+    environment = {"PYTHONPATH": str(plugin), lost_rows.FAULT_VARIABLE: fault}
+    if fault == lost_rows.STALE:
+        environment["MOE_NVLINK_TIMEOUT_S"] = "5"  # no round of ours is to end well
+    return EpSglang(requests, folder, name, *arguments, given, environment=environment)
+
+
+def test_ranks_whose_rows_get_lost_do_not_serve(folder: Path) -> None:
+    """The self-check finds it before weights are looked for, and every rank stops."""
+    checkpoint = write_checkpoint(folder / "lost", QWEN3)
+    for weights in checkpoint.glob("*.safetensors"):
+        weights.unlink()
+    server = _with_lost_rows(folder, "lost", Requests(checkpoint, [], [], []), {}, *TP2)
+    with pytest.raises(ServerError), server:
+        pass
+    told = server.server.log_path.read_text("utf-8", errors="replace")
+    assert "--moe-a2a-backend moe_nvlink: the self-check (large batches) failed: rank 0: " in told
+    assert "0 rows instead of" in told
+    assert '{"moe_nvlink": {"fallback": "none"}}' in told
+    assert NO_WEIGHTS not in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault", "why"),
+    [
+        pytest.param(TP2, lost_rows.LOST, "0 rows instead of", id="tp2"),
+        pytest.param(
+            *(ATTENTION_DP2, lost_rows.LOST, "0 rows instead of"), id="dp2", marks=pytest.mark.long
+        ),
+        pytest.param(
+            *(TP2, lost_rows.STALE, "ExchangeTimeoutError"), id="stale", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_a_server_whose_rows_get_lost_falls_back_and_answers_right(
+    arguments: Sequence[str],
+    fault: str,
+    why: str,
+    expected_of: Callable[[TinyModel], Expected],
+    folder: Path,
+) -> None:
+    """With SGLang's own exchange; ours would not have brought a row to any expert elsewhere."""
+    expected, name = expected_of(QWEN3), f"fallen back {arguments[-1]} {fault}"
+    with _with_lost_rows(
+        folder, name, expected.requests, {"fallback": "none"}, *arguments, fault=fault
+    ) as server:
+        assert server.differing(range(2), concurrency=1) == []
+        assert server.differing(range(2, NUM_SEQUENCES), concurrency=5) == []
+        logprobs = server.server.logprobs(expected.sequence)
+        assert logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
+    told = server.server.log_path.read_text("utf-8", errors="replace")
+    warning = "All ranks go on with SGLang's own exchange (none), as"
+    assert told.count(warning) == 1
+    assert "the self-check (large batches) failed: rank 0: " in told
+    assert why in told
+    assert not list(server.stats_folder.glob("*")), "no exchange of ours has counted anything"
+
+
+@pytest.mark.long
+def test_an_unchecked_server_whose_rows_get_lost_answers_wrong(
+    expected_of: Callable[[TinyModel], Expected], folder: Path
+) -> None:
+    """So that right answers after a fall back mean something."""
+    options = {"fallback": "none", "self_check": "off"}
+    requests = expected_of(QWEN3).requests
+    with _with_lost_rows(folder, "unchecked", requests, options, *TP2) as server:
+        assert server.differing(range(NUM_SEQUENCES), concurrency=5) == list(range(NUM_SEQUENCES))
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -227,6 +312,19 @@ def test_the_demonstration(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     said = capsys.readouterr().out
     assert status == 0, said
     assert "every answer equals the one-rank server's" in said
+
+
+@pytest.mark.long
+def test_a_model_of_another_type(
+    folder: Path, expected_of: Callable[[TinyModel], Expected]
+) -> None:
+    """SGLang makes it torch's default while layers are built; so started no server of BF16."""
+    requests = expected_of(QWEN3).requests
+    with EpSglang(requests, folder, "bf16", *TP2, "--dtype=bfloat16") as server:
+        lengths = requests.lengths[:2]
+        answers = server.server.complete(requests.prompts[:2], max_tokens=lengths)
+        assert [len(answer.token_ids) for answer in answers] == lengths
+        server.check_traffic(2, 2, QWEN3.num_layers)
 
 
 def test_a_refusal_ends_the_server_with_its_reason(folder: Path) -> None:

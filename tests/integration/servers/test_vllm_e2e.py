@@ -535,7 +535,7 @@ def test_ray(requests_of: Callable[[TinyModel], Requests], folder: Path) -> None
     pytest.importorskip("ray", reason="Ray is not installed (pip install ray)")
     name = "ray"
     # Ray's workers ask for the resource after they have chosen a platform, and before plugins.
-    groups = ("platform", "general")
+    groups = ("vllm.platform_plugins", "vllm.general_plugins")
     plugin = write_plugin(folder / f"plugin {name}", "ray_on_cpus", ray_on_cpus, groups)
     arguments = (*DP2, EAGER, "--data-parallel-backend=ray")
     environment = {"PYTHONPATH": str(plugin)}

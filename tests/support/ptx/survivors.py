@@ -1,8 +1,8 @@
-"""Emulated ranks that go on without the last one, as MoeAllToAll.mask does it."""
+"""Emulated ranks that meet, and go on with others than before, as MoeAllToAll.mask does it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,22 +32,31 @@ def build(ranks: EmulatedRanks) -> Build:
     return launches.variant(ranks.config, 0).build(MEET, pdl=ranks.backend.grids.pdl)
 
 
-def come_to_meeting(ranks: EmulatedRanks, alive: Sequence[int], number: int) -> None:
-    """Launch one meeting, which waits for longer than the verbs of a broken round before it."""
+def come_to_meeting(
+    ranks: EmulatedRanks,
+    alive: Sequence[int],
+    number: int | Mapping[int, int],
+    come: Sequence[int] | None = None,
+) -> None:
+    """Launch one meeting, which waits for longer than the verbs of a broken round before it.
+
+    number: of the meeting, or that with which each rank comes.
+    come: ranks that launch; None: all that are alive.
+    """
     size = ranks.config.ep_size
     window = Window(ranks.memory.data_ptr(), ranks.memory.stride(0))
     assert ranks.config.timeout_s is not None
     patience = 10 * ranks.config.timeout_s
-    calls = []
-    for rank in alive:
+    calls, come = [], alive if come is None else come
+    for rank in come:
         args: Any = new_arguments(MEET, ranks.regions[0], window, patience)
         args.geometry.ep_size, args.geometry.ep_rank = size, rank
         args.active_ranks[0] = rank_mask(alive, size).item()
-        args.number = number
+        args.number = number if isinstance(number, int) else number[rank]
         calls.append(args)
     backend = ranks.backend
     assert isinstance(backend, PtxBackend)
-    backend.grids.launch([build(ranks)] * len(calls), calls, Shape(1, THREADS), ranks=alive)
+    backend.grids.launch([build(ranks)] * len(calls), calls, Shape(1, THREADS), ranks=come)
 
 
 def check_all_came(ranks: EmulatedRanks, alive: Sequence[int]) -> None:
@@ -88,6 +97,13 @@ def meet(ranks: EmulatedRanks, alive: Sequence[int], number: int) -> None:
     check_all_came(ranks, alive)
 
 
+def clear(ranks: EmulatedRanks, alive: Sequence[int], gone: tuple[int, ...] = ()) -> None:
+    """Each of these ranks clears its own memory, on its host."""
+    for rank in alive:
+        memory: Any = _Memory(ranks, rank)
+        survivors._clear(memory, ranks.regions[0], gone)
+
+
 def go_on_without(ranks: EmulatedRanks, gone: int, *, have_met: bool = False) -> None:
     """The others meet, clear their memory, meet again, and have a mask in later rounds.
 
@@ -96,9 +112,7 @@ def go_on_without(ranks: EmulatedRanks, gone: int, *, have_met: bool = False) ->
     alive = [rank for rank in range(ranks.config.ep_size) if rank != gone]
     if not have_met:
         meet(ranks, alive, 1)
-    for rank in alive:
-        memory: Any = _Memory(ranks, rank)
-        survivors._clear(memory, ranks.regions[0], (gone,))
+    clear(ranks, alive, (gone,))
     meet(ranks, alive, 2)
     ranks._masks = [rank_mask(alive, ranks.config.ep_size)] * ranks.config.ep_size
 

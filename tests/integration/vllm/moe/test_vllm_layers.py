@@ -29,6 +29,7 @@ from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllM
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
 from moe_nvlink_plugin.integration.vllm.draft import logits_processor as draft_logits, mtp
 from moe_nvlink_plugin.integration.vllm.moe import features, layers, method
+from moe_nvlink_plugin.integration.common import start
 from moe_nvlink_plugin.integration.vllm.plugin import communicator, graphs
 from moe_nvlink_plugin.testing import ThreadGroup
 
@@ -253,7 +254,7 @@ def apart():
     kept = vllm.config.get_current_vllm_config_or_none, communicator.why_apart
     communicator.why_apart = lambda ranks, device: f"{ranks.size} ranks on {device}"
     warned, told = [], []
-    communicator.logger.warning = lambda text, *values: warned.append(text % values)
+    start.logger.warning = lambda text, *values: warned.append(text % values)
     given = SimpleNamespace(use_all2all=True, all2all_manager="theirs")
     for options in ({}, {"fallback": "allgather_reducescatter"}):
         asked = {"all2all_backend": "moe_nvlink", "moe_nvlink": options}
@@ -418,7 +419,7 @@ def test_ranks_that_no_transport_connects_stop_or_fall_back(results: dict[str, l
     )
     assert fallen_back == ["nothing was refused"] * 2
     (warning,) = warned  # rank 0's
-    assert "vLLM's own allgather_reducescatter" in warning
+    assert "vLLM's own exchange (allgather_reducescatter)" in warning
     assert "2 ranks on cpu" in warning
     assert (manager, replaced) == ("theirs", []), "vLLM is as without us"
 
