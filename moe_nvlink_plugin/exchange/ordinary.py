@@ -90,8 +90,7 @@ class OrdinaryCalls:
     def quantiser_of(self, call: Dispatch) -> int | None:
         """Return the quantiser of an ordinary dispatch, as LayerFormat; None: it is another. Local.
 
-        Raises:
-            RuntimeError: torch's, of a tensor that is not dense.
+        It raises nothing: what torch raises of a tensor that is not dense is the checks' to report.
         """
         hidden, scales, ids, weights, extras, scale, _, _, padding, most, mask, counts = call
         if (
@@ -101,42 +100,45 @@ class OrdinaryCalls:
             or is_watched()  # first: a tracer would note the sizes that are asked for
         ):
             return None
-        rows, device = self._as_they_travel, self._device
-        if scales is None and hidden.dtype is self._dtype:
-            rows = self._activations
-        shape, of_ids = hidden.shape, ids.shape
-        if rows is None or len(shape) != 2 or most > self._most_tokens:
-            return None
-        num_tokens = shape[0]
-        if not (
-            1 <= num_tokens <= most
-            and ids.dtype is _int32
-            and shape[1] == rows.elements
-            and of_ids == (num_tokens, self._top_k)
-            and weights.shape == of_ids
-            and hidden.dtype is rows.dtype
-            and weights.dtype is _float32
-            and hidden.device == device
-            and ids.device == device
-            and weights.device == device
-            and hidden.is_contiguous()
-            and ids.is_contiguous()
-            and weights.is_contiguous()
-            and not (hidden.is_neg() or ids.is_neg() or weights.is_neg())
-        ):
-            return None
-        if _records() and (hidden.requires_grad or weights.requires_grad):
-            return None
-        start, stop = self._start, self._stop
-        places = hidden.data_ptr(), ids.data_ptr(), weights.data_ptr()
-        for address in places:
-            if start <= address < stop or address == 0:
+        try:
+            rows, device = self._as_they_travel, self._device
+            if scales is None and hidden.dtype is self._dtype:
+                rows = self._activations
+            shape, of_ids = hidden.shape, ids.shape
+            if rows is None or len(shape) != 2 or most > self._most_tokens:
                 return None
-        if not (scales is None and padding is None and rows.scales is None) and not (
-            self._are_optional_ordinary(scales, padding, num_tokens, rows)
-        ):
+            num_tokens = shape[0]
+            if not (
+                1 <= num_tokens <= most
+                and ids.dtype is _int32
+                and shape[1] == rows.elements
+                and of_ids == (num_tokens, self._top_k)
+                and weights.shape == of_ids
+                and hidden.dtype is rows.dtype
+                and weights.dtype is _float32
+                and hidden.device == device
+                and ids.device == device
+                and weights.device == device
+                and hidden.is_contiguous()
+                and ids.is_contiguous()
+                and weights.is_contiguous()
+                and not (hidden.is_neg() or ids.is_neg() or weights.is_neg())
+            ):
+                return None
+            if _records() and (hidden.requires_grad or weights.requires_grad):
+                return None
+            start, stop = self._start, self._stop
+            places = hidden.data_ptr(), ids.data_ptr(), weights.data_ptr()
+            for address in places:
+                if start <= address < stop or address == 0:
+                    return None
+            if not (scales is None and padding is None and rows.scales is None) and not (
+                self._are_optional_ordinary(scales, padding, num_tokens, rows)
+            ):
+                return None
+            return rows.quantiser
+        except RuntimeError:  # torch's, of a tensor that is not dense
             return None
-        return rows.quantiser
 
     def _are_optional_ordinary(
         self, scales: object, padding: object, num_tokens: int, rows: _Rows
@@ -151,10 +153,7 @@ class OrdinaryCalls:
     def is_combine(self, call: Combine) -> bool:
         """Return whether a combine is ordinary, if it has the tokens of its dispatch. Local.
 
-        The caller asks for these under the channel's lock.
-
-        Raises:
-            RuntimeError: torch's, of a tensor that is not dense.
+        The caller asks for these under the channel's lock. It raises nothing, as quantiser_of.
         """
         rows, slots, output, _, _, width, add, _ = call
         hidden_size, device = self._hidden_size, self._device
@@ -164,31 +163,34 @@ class OrdinaryCalls:
             or is_watched()
         ):
             return False
-        dtype, shape, of_slots = rows.dtype, rows.shape, slots.shape
-        if not (
-            len(shape) == len(of_slots) == 2
-            and of_slots[0] >= 1
-            and shape[1] == hidden_size
-            and of_slots[1] == self._top_k
-            and dtype in self._combine_dtypes
-            and slots.dtype is _int32
-            and rows.device == device
-            and slots.device == device
-            and rows.is_contiguous()
-            and slots.is_contiguous()
-            and not (rows.is_neg() or slots.is_neg())
-            and not (rows.requires_grad and _records())
-        ):
+        try:
+            dtype, shape, of_slots = rows.dtype, rows.shape, slots.shape
+            if not (
+                len(shape) == len(of_slots) == 2
+                and of_slots[0] >= 1
+                and shape[1] == hidden_size
+                and of_slots[1] == self._top_k
+                and dtype in self._combine_dtypes
+                and slots.dtype is _int32
+                and rows.device == device
+                and slots.device == device
+                and rows.is_contiguous()
+                and slots.is_contiguous()
+                and not (rows.is_neg() or slots.is_neg())
+                and not (rows.requires_grad and _records())
+            ):
+                return False
+            sums, address = (of_slots[0], hidden_size), slots.data_ptr()
+            return (
+                rows.data_ptr() != 0
+                and not self._start <= address < self._stop
+                and address != 0
+                and (output is None or self._is(output, sums, dtype))
+                and (add is None or self._is(add, sums, dtype))
+                and (add is None or output is None or _are_apart(add, output))
+            )
+        except RuntimeError:  # torch's, of a tensor that is not dense
             return False
-        sums, address = (of_slots[0], hidden_size), slots.data_ptr()
-        return (
-            rows.data_ptr() != 0
-            and not self._start <= address < self._stop
-            and address != 0
-            and (output is None or self._is(output, sums, dtype))
-            and (add is None or self._is(add, sums, dtype))
-            and (add is None or output is None or _are_apart(add, output))
-        )
 
     def _is(self, tensor: Any, shape: tuple[Any, ...], dtype: torch.dtype | None) -> bool:
         """Return whether an object is such a tensor as a verb takes, outside of the window."""
