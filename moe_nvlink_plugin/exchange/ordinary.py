@@ -2,18 +2,19 @@
 
 What is ordinary is asked in one pass over a call's tensors, because the host pays for each question
 in each layer of a model. A call that is not ordinary need not be wrong: checks.py and ops.py then
-look at it one thing after another, and they alone raise errors.
+look at it one thing after another, and they alone raise errors. What a dispatch's tensors must be
+is the table by which checks.py judges them too (LayerFormat.expected).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from .calls import Combine, Dispatch
+from .calls import Combine, Dispatch, Expected
 from .formats import LayerFormat
 
 # Bound here, because each call asks all of them.
@@ -26,7 +27,7 @@ _trace: Callable[[], Any] = torch._C._get_tracing_state
 _records: Callable[[], bool] = torch.is_grad_enabled
 # Modes before autograd include this key. Counting them takes four calls of Python functions.
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
-_Tensor, _int32, _float32 = torch.Tensor, torch.int32, torch.float32
+_Tensor, _int32 = torch.Tensor, torch.int32
 
 
 def is_watched() -> bool:
@@ -46,24 +47,24 @@ def is_watched() -> bool:
     )
 
 
-class _Rows(NamedTuple):
-    """What a dispatch sends: elements and type of a row, quantiser, and scales beside it if any."""
+#: Place in a call, sizes without the tokens, type, and whether it may lie in the window; of each
+#: tensor of a kind of call that may be given.
+_Forms = tuple[tuple[int, tuple[int, ...], torch.dtype, bool], ...]
 
-    elements: int
-    dtype: torch.dtype
-    quantiser: int
-    scales: int | None = None
-    scales_dtype: torch.dtype | None = None
+
+def _forms(expected: Iterable[Expected]) -> _Forms:
+    # Of two types of ids the first one is the kernel's; the other one has to be converted.
+    tokens = (form for form in expected if form.has_tokens)
+    return tuple((form.place, form.sizes, form.dtypes[0], False) for form in tokens)
 
 
 class OrdinaryCalls:
-    """Recogniser of the ordinary calls of one layer. Any thread may ask.
+    """Recogniser of the ordinary calls of one layer. Any thread may ask; it raises nothing.
 
     A tensor's type comes first: others than torch's own may answer anything. No element type that
     verbs take is complex, so the bytes of a tensor are its numbers unless it is negated, and
     torch's tensors of zeros have no address. Nor has a tensor without rows, so a call without
-    tokens is not ordinary. The questions are written out for each tensor that a dispatch always
-    has: a function for one tensor would cost as much as its answers.
+    tokens is not ordinary.
 
     Args:
         layer: the layer's rows.
@@ -73,26 +74,34 @@ class OrdinaryCalls:
     def __init__(self, layer: LayerFormat, window: range) -> None:
         config = layer.config
         self._device, self._start, self._stop = layer.device, window.start, window.stop
-        self._most_tokens, self._top_k = config.max_tokens_per_rank, config.top_k
-        self._hidden_size, self._dtype = config.hidden_size, config.dtype
-        self._combine_dtypes = layer.combine_dtypes
-        row, scales = layer.rows["recv_hidden_states"], layer.rows.get("recv_scales")
-        counted = config.num_expert_counts in (0, config.num_experts)
-        travel = _Rows(row.elements, row.dtype, 0) if counted else None
-        if travel is not None and scales is not None:
-            travel = travel._replace(scales=scales.elements, scales_dtype=scales.dtype)
-        self._as_they_travel = self._activations = travel
+        self._most_tokens, self._dtype = config.max_tokens_per_rank, config.dtype
+        self._hidden_size = config.hidden_size
+        self._has_scales = "recv_scales" in layer.rows
+        travel, made = map(_forms, layer.expected)
+        #: Quantiser and forms of rows as they travel, and of activations; None: never ordinary.
+        self._as_they_travel: tuple[int, _Forms] | None = (0, travel)
+        self._activations: tuple[int, _Forms] | None = (0, travel)
         if layer.quantising is not None:
             in_kernel = layer.quantiser != 0 and not layer.quantising.needs_global_scale
-            made = _Rows(config.hidden_size, config.dtype, layer.quantiser)
-            self._activations = made if in_kernel and counted else None
+            self._activations = (layer.quantiser, made) if in_kernel else None
+        if config.num_expert_counts not in (0, config.num_experts):  # the caller counts
+            self._as_they_travel = self._activations = None
+        width = (config.hidden_size,)
+        slots = (1, (config.top_k,), _int32, False)
+        self._combines: dict[torch.dtype, tuple[_Forms, _Forms]] = {
+            dtype: (
+                ((0, width, dtype, True),),
+                (slots, (2, width, dtype, False), (6, width, dtype, False)),
+            )
+            for dtype in layer.combine_dtypes
+        }
 
     def quantiser_of(self, call: Dispatch) -> int | None:
         """Return the quantiser of an ordinary dispatch, as LayerFormat; None: it is another. Local.
 
-        It raises nothing: what torch raises of a tensor that is not dense is the checks' to report.
+        Its max_tokens is an integer.
         """
-        hidden, scales, ids, weights, extras, scale, _, _, padding, most, mask, counts = call
+        hidden, scales, ids, weights, extras, scale, _, _, _, most, mask, counts = call
         if (
             extras
             or not (scale is None and mask is None and counts is None)
@@ -100,112 +109,62 @@ class OrdinaryCalls:
             or is_watched()  # first: a tracer would note the sizes that are asked for
         ):
             return None
-        try:
-            rows, device = self._as_they_travel, self._device
-            if scales is None and hidden.dtype is self._dtype:
-                rows = self._activations
-            shape, of_ids = hidden.shape, ids.shape
-            if rows is None or len(shape) != 2 or most > self._most_tokens:
-                return None
-            num_tokens = shape[0]
-            if not (
-                1 <= num_tokens <= most
-                and ids.dtype is _int32
-                and shape[1] == rows.elements
-                and of_ids == (num_tokens, self._top_k)
-                and weights.shape == of_ids
-                and hidden.dtype is rows.dtype
-                and weights.dtype is _float32
-                and hidden.device == device
-                and ids.device == device
-                and weights.device == device
-                and hidden.is_contiguous()
-                and ids.is_contiguous()
-                and weights.is_contiguous()
-                and not (hidden.is_neg() or ids.is_neg() or weights.is_neg())
-            ):
-                return None
-            if _records() and (hidden.requires_grad or weights.requires_grad):
-                return None
-            start, stop = self._start, self._stop
-            places = hidden.data_ptr(), ids.data_ptr(), weights.data_ptr()
-            for address in places:
-                if start <= address < stop or address == 0:
-                    return None
-            if not (scales is None and padding is None and rows.scales is None) and not (
-                self._are_optional_ordinary(scales, padding, num_tokens, rows)
-            ):
-                return None
-            return rows.quantiser
-        except RuntimeError:  # torch's, of a tensor that is not dense
+        sent = self._as_they_travel
+        if scales is None and hidden.dtype is self._dtype:
+            sent = self._activations
+        elif (scales is None) == self._has_scales:
             return None
-
-    def _are_optional_ordinary(
-        self, scales: object, padding: object, num_tokens: int, rows: _Rows
-    ) -> bool:
-        if (scales is None) != (rows.scales is None):
-            return False
-        of_scales, of_padding = (num_tokens, rows.scales), (num_tokens,)
-        return (scales is None or self._is(scales, of_scales, rows.scales_dtype)) and (
-            padding is None or self._is(padding, of_padding, torch.bool)
-        )
+        if sent is None or not 1 <= self._num_rows(call, sent[1]) <= most <= self._most_tokens:
+            return None
+        return sent[0]
 
     def is_combine(self, call: Combine) -> bool:
         """Return whether a combine is ordinary, if it has the tokens of its dispatch. Local.
 
-        The caller asks for these under the channel's lock. It raises nothing, as quantiser_of.
+        The caller asks for these, and for the slots, under the channel's lock.
         """
         rows, slots, output, _, _, width, add, _ = call
-        hidden_size, device = self._hidden_size, self._device
         if (
             not (type(rows) is type(slots) is _Tensor)
-            or not (width is None or (type(width) is int and width == hidden_size))
+            or not (width is None or (type(width) is int and width == self._hidden_size))
             or is_watched()
         ):
             return False
-        try:
-            dtype, shape, of_slots = rows.dtype, rows.shape, slots.shape
-            if not (
-                len(shape) == len(of_slots) == 2
-                and of_slots[0] >= 1
-                and shape[1] == hidden_size
-                and of_slots[1] == self._top_k
-                and dtype in self._combine_dtypes
-                and slots.dtype is _int32
-                and rows.device == device
-                and slots.device == device
-                and rows.is_contiguous()
-                and slots.is_contiguous()
-                and not (rows.is_neg() or slots.is_neg())
-                and not (rows.requires_grad and _records())
-            ):
-                return False
-            sums, address = (of_slots[0], hidden_size), slots.data_ptr()
-            return (
-                rows.data_ptr() != 0
-                and not self._start <= address < self._stop
-                and address != 0
-                and (output is None or self._is(output, sums, dtype))
-                and (add is None or self._is(add, sums, dtype))
-                and (add is None or output is None or _are_apart(add, output))
-            )
-        except RuntimeError:  # torch's, of a tensor that is not dense
-            return False
+        forms = self._combines.get(rows.dtype)
+        return (
+            forms is not None
+            and self._num_rows(call, forms[0]) >= 1
+            and self._num_rows(call, forms[1]) >= 1
+            and (add is None or output is None or _are_apart(add, output))
+        )
 
-    def _is(self, tensor: Any, shape: tuple[Any, ...], dtype: torch.dtype | None) -> bool:
-        """Return whether an object is such a tensor as a verb takes, outside of the window."""
-        if not (
-            type(tensor) is _Tensor
-            and tensor.dtype is dtype
-            and tensor.shape == shape
-            and tensor.device == self._device
-            and tensor.is_contiguous()
-            and not tensor.is_neg()
-            and not (tensor.requires_grad and _records())
-        ):
-            return False
-        address = tensor.data_ptr()
-        return address != 0 and not self._start <= address < self._stop
+    def _num_rows(self, call: Dispatch | Combine, forms: _Forms) -> int:
+        """Return how many rows the tensors of a call have, if they have these forms; else 0."""
+        num_rows, device, start, stop = 0, self._device, self._start, self._stop
+        try:
+            for place, sizes, dtype, may_be_ours in forms:
+                tensor: Any = call[place]
+                if tensor is None:
+                    continue
+                if type(tensor) is not _Tensor:
+                    return 0
+                shape = tensor.shape
+                num_rows = num_rows or (shape[0] if shape else 0)
+                if not (
+                    shape == (num_rows, *sizes)
+                    and tensor.dtype is dtype
+                    and tensor.device == device
+                    and tensor.is_contiguous()
+                    and not tensor.is_neg()
+                    and not (tensor.requires_grad and _records())
+                ):
+                    return 0
+                address = tensor.data_ptr()
+                if address == 0 or (start <= address < stop and not may_be_ours):
+                    return 0
+        except RuntimeError:  # torch's, of a tensor that is not dense
+            return 0
+        return num_rows
 
 
 def _are_apart(add: torch.Tensor, output: torch.Tensor) -> bool:
