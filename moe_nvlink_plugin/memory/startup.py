@@ -62,7 +62,7 @@ class Startup:
         """Return the nanoseconds that a further launch of the round may wait."""
         if self._is_over:
             return int(timeouts.later * 1e9)
-        if not self._is_over and self._is_capturing():
+        if self._is_capturing():
             self._is_over = True
         return int((timeouts.later if self._is_over else timeouts.first) * 1e9)
 
@@ -74,7 +74,8 @@ class Startup:
         """
         if not (self._is_over or self._is_held):
             self._complete += 1
-            self._is_over = self._complete > 1
+            if self._complete > 1:  # never set it back: another channel's thread may have set it
+                self._is_over = True
 
     def begin_anew(self, *, with_newcomers: bool = False) -> None:
         """Record that the epochs of all channels begin at 1 again.
