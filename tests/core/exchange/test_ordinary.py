@@ -227,6 +227,10 @@ def test_quantised_rows_and_activations_are_told_apart() -> None:
         assert ask(Dispatch(**made)) == 0
         assert ask(Dispatch(**made | {"scales": None})) is None
         assert ask(Dispatch(**fields | {"scales": made["scales"]})) is None
+        # A recipe of which the kernels have no quantiser has to quantise first.
+        itself = OrdinaryCalls(layer._layer.format._replace(quantiser=0), range(0))
+        assert itself.quantiser_of(Dispatch(**fields)) is None
+        assert itself.quantiser_of(Dispatch(**made)) == 0
 
 
 def test_what_a_dispatch_lacks_is_looked_at() -> None:
@@ -277,6 +281,15 @@ def test_each_change_of_one_tensor_of_combine(place: str) -> None:
         "add": {"missing"},
     }
     assert found == same | more[place]
+
+
+def test_sums_that_are_added_to_in_place_are_ordinary() -> None:
+    (group,) = ThreadGroup.ranks(1)
+    with MoeAllToAll.create(config(), group) as layer:
+        sums = torch.zeros(4, HIDDEN)
+        for add, expected in ((sums[:3], True), (sums[1:], False)):
+            call = combine_of(layer, output=sums[:3], add=add)
+            assert layer._layer.ordinary.is_combine(call) == expected
 
 
 def combine_of(layer: MoeAllToAll, **values: Any) -> Combine:
@@ -414,6 +427,8 @@ def test_who_looks_on() -> None:
             ask("mode")
         with torch.overrides.BaseTorchFunctionMode():
             ask("function mode")
+        with torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.PreDispatch):
+            ask("mode before autograd")
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
             ask("profiler")
         with torch.autograd.forward_ad.dual_level():
@@ -423,7 +438,7 @@ def test_who_looks_on() -> None:
         trace: Callable[..., Any] = torch.jit.trace
         trace(lambda row: row + ask("trace"), torch.zeros(()), check_trace=False)
     assert found.pop("nobody") == (False, 0, True)
-    assert len(found) == 7
+    assert len(found) == 8
     assert set(found.values()) == {(True, None, False)}
 
 
