@@ -47,8 +47,8 @@ def is_watched() -> bool:
     )
 
 
-#: Place in a call, sizes without the tokens, type, and whether it may lie in the window; of each
-#: tensor of a kind of call that may be given.
+#: Of each tensor of a kind of call: its place there, the sizes of a row, the type, and whether it
+#: has a row for each slot; then it may lie in the window. The others have a row for each token.
 _Forms = tuple[tuple[int, tuple[int, ...], torch.dtype, bool], ...]
 
 
@@ -88,10 +88,12 @@ class OrdinaryCalls:
             self._as_they_travel = self._activations = None
         width = (config.hidden_size,)
         slots = (1, (config.top_k,), _int32, False)
-        self._combines: dict[torch.dtype, tuple[_Forms, _Forms]] = {
+        self._combines: dict[torch.dtype, _Forms] = {
             dtype: (
-                ((0, width, dtype, True),),
-                (slots, (2, width, dtype, False), (6, width, dtype, False)),
+                (0, width, dtype, True),
+                slots,
+                (2, width, dtype, False),
+                (6, width, dtype, False),
             )
             for dtype in layer.combine_dtypes
         }
@@ -114,7 +116,7 @@ class OrdinaryCalls:
             sent = self._activations
         elif (scales is None) == self._has_scales:
             return None
-        if sent is None or not 1 <= self._num_rows(call, sent[1]) <= most <= self._most_tokens:
+        if sent is None or not 1 <= self._num_tokens(call, sent[1]) <= most <= self._most_tokens:
             return None
         return sent[0]
 
@@ -133,16 +135,15 @@ class OrdinaryCalls:
         forms = self._combines.get(rows.dtype)
         return (
             forms is not None
-            and self._num_rows(call, forms[0]) >= 1
-            and self._num_rows(call, forms[1]) >= 1
+            and self._num_tokens(call, forms) >= 1
             and (add is None or output is None or _are_apart(add, output))
         )
 
-    def _num_rows(self, call: Dispatch | Combine, forms: _Forms) -> int:
-        """Return how many rows the tensors of a call have, if they have these forms; else 0."""
+    def _num_tokens(self, call: Dispatch | Combine, forms: _Forms) -> int:
+        """Return how many tokens a call has, if its tensors have these forms; else 0."""
         num_rows, device, start, stop = 0, self._device, self._start, self._stop
         try:
-            for place, sizes, dtype, may_be_ours in forms:
+            for place, sizes, dtype, has_slots in forms:
                 tensor: Any = call[place]
                 if tensor is None:
                     continue
@@ -160,8 +161,10 @@ class OrdinaryCalls:
                 ):
                     return 0
                 address = tensor.data_ptr()
-                if address == 0 or (start <= address < stop and not may_be_ours):
+                if address == 0 or (start <= address < stop and not has_slots):
                     return 0
+                if has_slots:
+                    num_rows = 0  # the next tensor tells how many tokens there are
         except RuntimeError:  # torch's, of a tensor that is not dense
             return 0
         return num_rows
