@@ -6,10 +6,10 @@
 
 One rank, because the host does the same for any number. WITHIN names the level that each level
 contains; the difference is what it adds. An eager call of MoeAllToAll calls no torch op; a compiled
-graph calls the op instead. Against the stand-in driver (tests/support/fake_cuda) the first row is
-that driver's own cost, which a real one replaces by its own; the differences are ours on any
-machine. After every dispatch comes its combine: kernels report a dispatch that is run again without
-one. Only one of the two is timed, and it alone counts.
+graph calls the op instead, which also checks each argument for itself. Against the stand-in driver
+(tests/support/fake_cuda) the first row is that driver's own cost, which a real one replaces by its
+own; the differences are ours on any machine. After every dispatch comes its combine: kernels report
+a dispatch that is run again without one. Only one of the two is timed, and it alone counts.
 """
 
 from __future__ import annotations
@@ -197,14 +197,16 @@ class Levels:
         }
 
     def _checked_dispatch(self) -> Any:
-        """Call LayerExchange's method, which MoeAllToAll calls."""
+        """Ask the layer whether the call is ordinary, then call its method, as MoeAllToAll does."""
         hidden, ids, weights = self.inputs
-        handle = self.inner.handle
-        return self.inner.dispatch(Dispatch(hidden, None, ids, weights, [], None, handle, 0))
+        handle, bound = self.inner.handle, self.inner.config.max_tokens_per_rank
+        call = Dispatch(hidden, None, ids, weights, [], None, handle, 0, None, bound)
+        return self.inner.dispatch(call, self.inner.ordinary.quantiser_of(call))
 
     def _checked_combine(self, received: Any) -> None:
         slots, handle = received.metadata.send_slots, self.inner.handle
-        self.inner.combine(Combine(self.region, slots, self.output, handle, 0))
+        call = Combine(self.region, slots, self.output, handle, 0)
+        self.inner.combine(call, is_ordinary=self.inner.ordinary.is_combine(call))
 
     def _dispatch(self) -> Any:
         return self.layer.dispatch(*self.inputs)
@@ -237,8 +239,12 @@ def measure(_rank: int, _size: int, arguments: argparse.Namespace) -> dict[str, 
     torch.set_num_threads(1)
     install()
     levels = Levels(arguments)
-    rows = levels.rows()
-    levels.finish()
+    # As torch leaves it in a thread that has used the GPU; the stand-in's tensors are the CPU's.
+    executor = levels.inner.workspace.executor
+    assert isinstance(executor, CudaExecutor)
+    with executor.context():
+        rows = levels.rows()
+        levels.finish()
     for name, inner in WITHIN.items():
         rows[name]["added_us"] = rows[name]["median_us"] - rows[inner]["median_us"]
     return {"pdl": env.pdl(), "rows": rows}

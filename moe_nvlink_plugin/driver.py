@@ -187,6 +187,11 @@ def _primary_context(index: int) -> Any:
     return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", index))
 
 
+def primary_context(index: int) -> int:
+    """Return the handle of a device's primary context, which on_device makes current. Makes it."""
+    return int(_primary_context(index))
+
+
 def usable_sms(facts: Device) -> int:
     """Return how many SMs kernels of this thread may use on a device. Makes its primary context.
 

@@ -289,8 +289,10 @@ class MoeAllToAll:
         if torch.compiler.is_compiling():
             return ops.dispatched(layer, call, bound)
         try:
-            seen = ops.are_seen(call)
-            return ops.dispatched(layer, call, bound) if seen else layer.dispatch(call)
+            quantiser = layer.ordinary.quantiser_of(call)
+            if quantiser is None and ops.are_seen(call):
+                return ops.dispatched(layer, call, bound)
+            return layer.dispatch(call, quantiser)
         except RuntimeError:  # torch's
             checks.dense_tensors(call)
             raise
@@ -434,7 +436,10 @@ class MoeAllToAll:
         if is_compiling:
             return ops.combined(layer, call)
         try:
-            return ops.combined(layer, call) if ops.are_seen(call) else layer.combine(call)
+            is_ordinary = layer.ordinary.is_combine(call)
+            if not is_ordinary and ops.are_seen(call):
+                return ops.combined(layer, call)
+            return layer.combine(call, is_ordinary=is_ordinary)
         except RuntimeError:
             checks.dense_tensors(call)
             raise

@@ -26,6 +26,8 @@ from .kernels import COMBINE, LAYER
 from .launches import LayerLaunches
 from .sizes import widest_combine_row
 
+_new = tuple.__new__
+
 #: Place in a call, and name in the argument struct, of tensors whose addresses the kernel gets.
 _ADDRESSED = calls.addressed(Dispatch)
 
@@ -76,9 +78,10 @@ class Channel:
         self._combine_input = self.combine_region
         self._combine_row = (config.dtype, config.hidden_size)
         self._extra_bytes = config.extra_payload_bytes
-        #: Bound and tokens of the last dispatch.
-        self.max_tokens, self.num_tokens = config.max_tokens_per_rank, 0
-        ep_size = config.ep_size
+        #: Bound, slots and tokens of the last dispatch.
+        self.max_tokens, self.slots_of_round = config.max_tokens_per_rank, self._num_slots
+        self.num_tokens = 0
+        ep_size = self._ep_size = config.ep_size
         self.recv_counts = workspace.words(self.regions["recv_counts"], ep_size, torch.int32)
         if config.num_expert_counts:
             num_words = ep_size * config.num_expert_counts
@@ -90,6 +93,9 @@ class Channel:
         self._combine_args = combine_arguments(config, self.regions, *window)
         # ctypes makes a new object of a field that is a struct at each access.
         self._sources = list(self._dispatch_args.payloads)
+        self._has_scales = "recv_scales" in layer.rows
+        self._counts_experts = config.num_expert_counts != 0
+        self._capacity, self._combine_scale = config.max_tokens_per_rank, config.combine_scale
         self._dispatch_geometry = self._dispatch_args.geometry
         self._combine_geometry = self._combine_args.geometry
         self._active_ranks: torch.Tensor | None = None  # of the last dispatch
@@ -157,12 +163,17 @@ class Channel:
         self._active_ranks = call.active_ranks
         args.send_slots = slots.data_ptr()
         self._set_seldom(call, ids.shape[0], max_tokens, quantiser)
-        payloads: list[Any] = [ids, call.topk_weights, call.hidden_states]
-        if "recv_scales" in self._layer.rows:
-            payloads.append(call.scales)
-        for entry, tensor in zip(self._sources, payloads + call.extra_payloads, strict=False):
+        sources = self._sources
+        sources[0].source = ids.data_ptr()
+        sources[1].source = call.topk_weights.data_ptr()
+        sources[2].source = call.hidden_states.data_ptr()
+        if self._has_scales:
             # A quantiser writes the payload that the call does not have.
-            entry.source = 0 if tensor is None else tensor.data_ptr()
+            sources[3].source = 0 if call.scales is None else call.scales.data_ptr()
+        if call.extra_payloads:
+            first = 4 if self._has_scales else 3
+            for entry, tensor in zip(sources[first:], call.extra_payloads, strict=False):
+                entry.source = tensor.data_ptr()
         args.timeout_ns = self._workspace.startup.begin_round(self.index, self._timeouts)
         if beside:
             self._launch_beside("dispatch", self._launches.dispatch, args, (call, slots))
@@ -182,6 +193,7 @@ class Channel:
         self._last_call = []  # until all fields are set
         geometry.num_tokens = self.num_tokens = num_tokens
         geometry.max_tokens_per_rank = self.max_tokens = max_tokens
+        self.slots_of_round = self._ep_size * max_tokens
         args.quantiser = quantiser
         for (_place, name), address in zip(_ADDRESSED, values[3:], strict=True):
             setattr(args, name, address)
@@ -227,7 +239,7 @@ class Channel:
         args.is_masked = 0 if self._active_ranks is None else 1
         args.send_slots, args.output = call.send_slots.data_ptr(), output.data_ptr()
         args.add = 0 if add is None else add.data_ptr()
-        args.scale = call.scale * self._layer.config.combine_scale
+        args.scale = call.scale * self._combine_scale
         startup = self._workspace.startup
         args.timeout_ns = startup.timeout_ns(self._timeouts)
         if beside:
@@ -266,26 +278,29 @@ class Channel:
     def received(self, call: Dispatch, slots: torch.Tensor) -> Dispatched:
         """Return what the last dispatch has received, as new views of the workspace."""
         ids, weights, hidden, counts = self.rows_and_counts()
-        num_slots, layer = self._layer.config.ep_size * self.max_tokens, self._layer
+        num_slots = self.slots_of_round
         scales = expert_counts = None
-        if "recv_scales" in layer.rows:
+        if self._has_scales:
             scales = self.received_scales(num_slots)
         extras: tuple[torch.Tensor, ...] = ()
         for index, like in enumerate(call.extra_payloads):
             extras += (self.received_payload(index, like, num_slots),)
-        if layer.config.num_expert_counts:
+        if self._counts_experts:
             expert_counts = self.expert_counts.detach()
-        metadata = DispatchMetadata(slots, self.index, call.handle, self.rounds, self.max_tokens)
-        return Dispatched(hidden, scales, ids, weights, extras, counts, metadata, expert_counts)
+        # As DispatchMetadata(...) and Dispatched(...), whose __new__ is a Python function each.
+        facts = (slots, self.index, call.handle, self.rounds, self.max_tokens)
+        metadata = _new(DispatchMetadata, facts)
+        rows = (hidden, scales, ids, weights, extras, counts, metadata, expert_counts)
+        return _new(Dispatched, rows)
 
     def rows_and_counts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return new views of topk_ids, topk_weights, hidden_states and recv_counts."""
         ids, weights, hidden = self._views[:3]
-        counts = self.recv_counts.detach()
-        # A detached tensor is the cheapest of the new views.
-        if self.max_tokens == self._layer.config.max_tokens_per_rank:
-            return ids.detach(), weights.detach(), hidden.detach(), counts
-        num_slots = self._layer.config.ep_size * self.max_tokens
+        # The cheapest new view: as detach(), but it asks nobody, and nobody looks on here.
+        counts = self.recv_counts.data
+        if self.max_tokens == self._capacity:
+            return ids.data, weights.data, hidden.data, counts
+        num_slots = self.slots_of_round
         return (
             ids.narrow(0, 0, num_slots),
             weights.narrow(0, 0, num_slots),

@@ -14,6 +14,7 @@ from moe_nvlink_plugin.errors import ConfigError, InputError
 from moe_nvlink_plugin.memory.tensors import (
     check_dense,
     check_device,
+    check_memory,
     check_no_gradient,
     check_outside,
     check_tensor,
@@ -211,6 +212,7 @@ def global_scale(
             "one scale; leave it out (it does not travel; pass it to the experts yourself)"
         )
     check_device("global_scale", scale, layer.device)
+    check_memory("global_scale", scale)
     check_global_scale(name, scale, read_value=read_value)
 
 
@@ -257,8 +259,11 @@ def dispatch(
             and tensor.is_contiguous()
         ):
             check_tensor(name, tensor, shape, dtypes, device)
-        if start <= tensor.data_ptr() < stop:
+        address = tensor.data_ptr()
+        if start <= address < stop:
             check_outside(window, [name], tensor)
+        if address == 0:
+            check_memory(name, tensor)
     if call.extra_payloads:
         return _extra_payloads(layer, call.extra_payloads, num_tokens, window)
     return ()
@@ -361,6 +366,8 @@ def _extra_payloads(
                 f"{name} has rows of {has_bytes} bytes, not 1 to {most_bytes} "
                 f"(extra_payload_bytes={capacities}); create the exchange with room for them"
             )
+        if tensor.data_ptr() == 0:
+            check_memory(name, tensor)
         row_bytes.append(has_bytes)
     check_outside(window, ["an extra payload"], *given)
     return tuple(row_bytes)
@@ -421,8 +428,11 @@ def combine(layer: LayerFormat, call: Combine, max_tokens: int, window: range) -
             and tensor.is_contiguous()
         ):
             check_tensor(name, tensor, shape, dtypes, device)
-        if name != "expert_output" and start <= tensor.data_ptr() < stop:
+        address = tensor.data_ptr()
+        if name != "expert_output" and start <= address < stop:
             check_outside(window, [name], tensor)
+        if address == 0:
+            check_memory(name, tensor)
     if add is not None and output is not None:
         _apart(add, output)
 

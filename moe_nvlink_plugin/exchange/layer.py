@@ -30,6 +30,7 @@ from .channel import Channel
 from .formats import LayerFormat
 from .in_flight import InFlight, Running
 from .launches import variant
+from .ordinary import OrdinaryCalls
 
 T = TypeVar("T")
 
@@ -65,6 +66,7 @@ class LayerExchange:
         rows: name of the region -> row, for every payload.
         quantiser: kQuantiser* of config.h by which dispatch quantises; 0: it does not.
         workspace: symmetric memory that the layer uses.
+        ordinary: recogniser of calls that need no further check.
         layout: what the layer has where; the workspace's may have grown since.
         number: the layer's number among those created on the workspace, equal on all ranks.
         handle: number by which `find` finds the layer.
@@ -98,6 +100,7 @@ class LayerExchange:
                 workspace.active_ranks = rank_masks.rank_mask(present, size, device)
         memory = workspace.memory
         self._window = range(memory.base_ptr, memory.base_ptr + memory.rank_stride * config.ep_size)
+        self.ordinary = OrdinaryCalls(self.format, self._window)
         family = variant(config, self.quantiser)
         self._meeting = survivors.load_meeting(
             workspace, family, config.num_channels, pdl=config.choices.pdl
@@ -200,9 +203,14 @@ class LayerExchange:
         for tensor in tensors:
             check_device("a tensor", tensor, self.workspace.device)
 
-    def dispatch(self, call: Dispatch) -> Dispatched:
-        """Run dispatch as MoeAllToAll.dispatch documents it. Collective; capturable."""
-        channel, slots = self.start_dispatch(call)
+    def dispatch(self, call: Dispatch, quantiser: int | None = None) -> Dispatched:
+        """Run dispatch as MoeAllToAll.dispatch documents it. Collective; capturable.
+
+        Args:
+            call: the call.
+            quantiser: what OrdinaryCalls says of the call; None: it is not known to be ordinary.
+        """
+        channel, slots = self.start_dispatch(call, quantiser=quantiser)
         return channel.received(call, slots)
 
     def dispatch_async(self, call: Dispatch) -> InFlight[Dispatched]:
@@ -212,7 +220,12 @@ class LayerExchange:
         return self._in_flight(channel, lambda: channel.received(call, slots))
 
     def start_dispatch(
-        self, call: Dispatch, pending: torch.Tensor | None = None, *, beside: bool = False
+        self,
+        call: Dispatch,
+        pending: torch.Tensor | None = None,
+        *,
+        beside: bool = False,
+        quantiser: int | None = None,
     ) -> tuple[Channel, torch.Tensor]:
         """Check a dispatch and launch it. Collective; capturable.
 
@@ -220,6 +233,7 @@ class LayerExchange:
             call: the call.
             pending: the workspace's state, if a compiled graph has another tensor of its memory.
             beside: whether it runs beside the caller. Then the results are there after `wait`.
+            quantiser: as for `dispatch`.
 
         Returns:
             The channel, and send_slots `[num_tokens, top_k]` int32.
@@ -229,16 +243,9 @@ class LayerExchange:
             max_tokens = self.config.max_tokens_per_rank
         index = call.channel
         self.channel(index)
-        call, quantiser = self._rows_to_send(call, max_tokens)
-        fused = quantiser != 0
-        extra_bytes = checks.dispatch(self.format, call, max_tokens, self._window, fused=fused)
-        if call.active_ranks is not None:
-            checks.may_be_masked(self.format, call.active_ranks, self.workspace)
-            if self._may_look_at(call.active_ranks):
-                checks.names_itself(self.format, call.active_ranks)
-        if call.topk_ids.dtype != torch.int32:
-            ids = checks.ids_as_int32(call.topk_ids, self.config.num_experts)
-            call = call._replace(topk_ids=ids)
+        extra_bytes: tuple[int, ...] = ()
+        if quantiser is None:
+            call, quantiser, extra_bytes = self._checked(call, max_tokens)
         with self.workspace.channel_lock(index):
             channel = self._usable_channel(index, "dispatch")
             dispatched = channel.state if pending is None else channel.word(pending)
@@ -257,6 +264,20 @@ class LayerExchange:
             dispatched.value = self.handle
             channel.rounds += 1
         return channel, slots
+
+    def _checked(self, call: Dispatch, max_tokens: int) -> tuple[Dispatch, int, tuple[int, ...]]:
+        """Check a dispatch; return the call as the kernel takes it, quantiser and extra bytes."""
+        call, quantiser = self._rows_to_send(call, max_tokens)
+        fused = quantiser != 0
+        extra_bytes = checks.dispatch(self.format, call, max_tokens, self._window, fused=fused)
+        if call.active_ranks is not None:
+            checks.may_be_masked(self.format, call.active_ranks, self.workspace)
+            if self._may_look_at(call.active_ranks):
+                checks.names_itself(self.format, call.active_ranks)
+        if call.topk_ids.dtype != torch.int32:
+            ids = checks.ids_as_int32(call.topk_ids, self.config.num_experts)
+            call = call._replace(topk_ids=ids)
+        return call, quantiser, extra_bytes
 
     def _rows_to_send(self, call: Dispatch, max_tokens: int) -> tuple[Dispatch, int]:
         """Return the call with the rows that the kernel reads, and its quantiser."""
@@ -298,12 +319,17 @@ class LayerExchange:
         self._checked_scales.add(key)
         return True
 
-    def combine(self, call: Combine, pending: torch.Tensor | None = None) -> torch.Tensor:
-        """Run combine as MoeAllToAll.combine documents it; return output.
+    def combine(
+        self, call: Combine, pending: torch.Tensor | None = None, *, is_ordinary: bool = False
+    ) -> torch.Tensor:
+        """Run combine as MoeAllToAll.combine documents it; return output. Collective; capturable.
 
-        Collective; capturable.
+        Args:
+            call: the call.
+            pending: the workspace's state, if a compiled graph has another tensor of its memory.
+            is_ordinary: what OrdinaryCalls has said of the call.
         """
-        return self._start_combine(call, pending)[1]
+        return self._start_combine(call, pending, is_ordinary=is_ordinary)[1]
 
     def combine_async(self, call: Combine) -> InFlight[torch.Tensor]:
         """Start combine as MoeAllToAll.combine_async documents it. Collective; capturable."""
@@ -312,7 +338,12 @@ class LayerExchange:
         return self._in_flight(channel, lambda: output)
 
     def _start_combine(
-        self, call: Combine, pending: torch.Tensor | None = None, *, beside: bool = False
+        self,
+        call: Combine,
+        pending: torch.Tensor | None = None,
+        *,
+        beside: bool = False,
+        is_ordinary: bool = False,
     ) -> tuple[Channel, torch.Tensor]:
         """Check a combine and launch it, as start_dispatch; return the channel and output."""
         index = call.channel
@@ -321,9 +352,14 @@ class LayerExchange:
             checks.scale(call.scale, self._largest_scale)
         with self.workspace.channel_lock(index):
             channel = self._usable_channel(index, "combine")
-            checks.combine(self.format, call, channel.max_tokens, self._window)
-            num_tokens = call.send_slots.shape[0]
-            output = call.output
+            output, slots = call.output, call.send_slots
+            num_tokens = slots.shape[0] if is_ordinary else -1
+            if (
+                num_tokens != channel.num_tokens
+                or call.expert_output.shape[0] != channel.slots_of_round
+            ):
+                checks.combine(self.format, call, channel.max_tokens, self._window)
+                num_tokens = slots.shape[0]
             if output is None:
                 output = call.expert_output.new_empty((num_tokens, call.expert_output.shape[1]))
             dispatched = channel.state if pending is None else channel.word(pending)

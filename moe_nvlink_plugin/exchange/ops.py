@@ -8,17 +8,16 @@ as much. MoeAllToAll calls the layer without them where nobody would see the op 
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from . import calls, checks, inductor, scales_layout
 from .calls import Combine, Dispatch, Dispatched, DispatchMetadata
 from .layer import LayerExchange, find
+from .ordinary import is_watched
 
 #: topk_ids, topk_weights, hidden_states, recv_counts, send_slots: what the op dispatch returns.
 Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -178,19 +177,6 @@ for _name, _implementation, _fake in (
     torch.library.register_fake(f"moe_nvlink::{_name}", _fake, lib=_library)
 
 
-#: Each returns something true if somebody looks on.
-_WATCHERS: tuple[Callable[[], Any], ...] = (
-    torch._C._len_torch_dispatch_stack,
-    torch._C._len_torch_function_stack,
-    # Modes before autograd include this key. Counting them takes four calls of Python functions.
-    functools.partial(
-        torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
-    ),
-    torch._C._functorch.peek_interpreter_stack,
-    torch._C._autograd._profiler_enabled,
-    torch._C._get_tracing_state,
-)
-
 #: Kind of call -> function that returns its tensors, lists of them apart.
 _TENSORS: Mapping[Any, Callable[[Any], tuple[Any, ...]]] = {
     kind: operator.itemgetter(*places) for kind, places in calls.TENSORS.items()
@@ -200,17 +186,13 @@ _TENSORS: Mapping[Any, Callable[[Any], tuple[Any, ...]]] = {
 def are_seen(call: Dispatch | Combine) -> bool:
     """Return whether anybody would notice that a verb runs without its op. Local.
 
-    An op costs several microseconds, and an eager call needs none. It needs one if a mode, a
-    tracer, a profiler, forward-mode AD or a transform of torch.func looks on, if a tensor is of a
-    subclass, if its bytes are not its numbers (negated or conjugated views, zero tensors), or if
-    autograd would record the call. A verb that torch.compile traces always needs its op; the caller
-    asks for that first. Without a profiler, torch.profiler.ExecutionTraceObserver is not noticed.
+    An op costs several microseconds, and an eager call needs none. It needs one if somebody looks
+    on (is_watched), if a tensor is of a subclass, if its bytes are not its numbers (negated or
+    conjugated views, zero tensors), or if autograd would record the call. A verb that torch.compile
+    traces always needs its op; the caller asks for that first. Nobody sees an ordinary call.
     """
-    if forward_ad._current_level >= 0:
+    if is_watched():
         return True
-    for watcher in _WATCHERS:  # any() of a generator takes longer, and each verb comes here
-        if watcher():
-            return True
     given = _TENSORS[type(call)](call)
     if type(call) is Dispatch and call.extra_payloads:
         given += tuple(call.extra_payloads)

@@ -35,6 +35,9 @@ _MOST_PREPARED = 4096
 _EARLIER = (
     "if an earlier kernel failed, its error shows here: run with CUDA_LAUNCH_BLOCKING=1 to find it"
 )
+#: torch's function from the index of a device to the handle of this thread's current stream there.
+#: Inductor's code calls it before each launch. A torch without it: current_stream takes longer.
+_RAW_STREAM = "_cuda_getCurrentRawStream"
 _DEFAULT_STREAM = "while another stream captures a CUDA graph, the default stream may not be used"
 
 
@@ -88,6 +91,8 @@ class _CudaLaunch:
         self._prepared: dict[tuple[int, int, bool], _Prepared] = {}
         self._launch = driver.api().cuLaunchKernelEx
         self._success = driver.api().CUresult.CUDA_SUCCESS
+        self._current_context = driver.api().cuCtxGetCurrent
+        self._context = driver.primary_context(executor.device_facts.index)
         self._pointers = (ctypes.c_void_p * 1)()
         self._pointers_address = ctypes.addressof(self._pointers)
 
@@ -111,21 +116,30 @@ class _CudaLaunch:
         return found
 
     def __call__(self, args: Any) -> None:
+        # As executor.context(), which makes an object: mostly the context is current already.
+        status, current = self._current_context()
+        if status == self._success and int(current) == self._context:
+            self._run(args)
+            return
         with self._executor.context():
-            prepared = self._prepare(self._count(args))
-            if self._splits:
-                setattr(args, self._splits, prepared.splits)
-            self._pointers[0] = ctypes.addressof(args)
+            self._run(args)
+
+    def _run(self, args: Any) -> None:
+        prepared = self._prepare(self._count(args))
+        if self._splits:
+            setattr(args, self._splits, prepared.splits)
+        self._pointers[0] = ctypes.addressof(args)
+        if not self._executor.captured:
             self._executor.note_capture(prepared.stream)
-            (status,) = self._launch(prepared.config, self._function, self._pointers_address, 0)
-            if status != self._success:
-                raise DriverError(
-                    f"cuLaunchKernelEx of {self._name}: {status.name}; {_EARLIER}",
-                    call="cuLaunchKernelEx",
-                    status=status.name,
-                )
-            if prepared.follows_event:
-                self._executor.note_launch(int(prepared.stream))
+        (status,) = self._launch(prepared.config, self._function, self._pointers_address, 0)
+        if status != self._success:
+            raise DriverError(
+                f"cuLaunchKernelEx of {self._name}: {status.name}; {_EARLIER}",
+                call="cuLaunchKernelEx",
+                status=status.name,
+            )
+        if prepared.follows_event:
+            self._executor.note_launch(int(prepared.stream))
 
 
 class _Room:
@@ -216,6 +230,15 @@ class _CudaLauncher:
 _joined: set[tuple[int, int]] = set()
 
 
+class _Beside(threading.local):
+    """Handle of the side stream on which this thread launches now; None: on that of torch.
+
+    A default of the class, because to find no attribute takes many times as long.
+    """
+
+    stream: int | None = None
+
+
 class CudaExecutor:
     """Launches kernels on the current stream of one GPU.
 
@@ -232,12 +255,14 @@ class CudaExecutor:
         self._is_capturing = api.cuStreamIsCapturing
         self._success = api.CUresult.CUDA_SUCCESS
         self._no_capture = api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
-        self._torch_device = device
+        self._torch_device, self._is_torchs = device, device.type == "cuda"
         self.device_facts = driver.device(device.index or 0)
         # Raises for an unsupported GPU before anything is allocated.
         _ = self.device_facts.architecture
         self._sides: dict[int, SideStream] = {}  # channel -> its stream
-        self._beside = threading.local()  # .stream: where this thread launches now
+        self._beside = _Beside()
+        # Of torch: set at the first question, which may initialise it.
+        self._raw_stream: Callable[[int], int] | None = None
         keep = weakref.finalize(self, SideStream.destroy, self.device_facts.index, self._sides)
         keep.atexit = False
 
@@ -246,8 +271,9 @@ class CudaExecutor:
 
         On a side stream each one does.
         """
-        beside = getattr(self._beside, "stream", None) is not None
-        return beside or (self.device_facts.index, stream) in _joined
+        if self._beside.stream is not None:
+            return True
+        return bool(_joined) and (self.device_facts.index, stream) in _joined
 
     def note_launch(self, stream: int) -> None:
         """After a launch, forget events that this stream has waited for before."""
@@ -289,12 +315,18 @@ class CudaExecutor:
 
         It is the stream of torch, apart from launches that run beside the caller.
         """
-        beside = getattr(self._beside, "stream", None)
+        beside = self._beside.stream
         if beside is not None:
-            return int(beside)
-        if self._torch_device.type != "cuda":
+            return beside
+        if not self._is_torchs:
             return 0
-        return int(torch.cuda.current_stream(self._torch_device).cuda_stream)
+        if self._raw_stream is not None:
+            return self._raw_stream(self.device_facts.index)
+        # Initialises torch, if nobody has; later calls need no object of a stream.
+        current = int(torch.cuda.current_stream(self._torch_device).cuda_stream)
+        if self._torch_device.index is not None:  # else torch means the current device
+            self._raw_stream = getattr(torch._C, _RAW_STREAM, None)
+        return current
 
     def num_sms(self) -> int:
         """Return how many SMs the kernels may use: a green context or MPS may leave fewer."""

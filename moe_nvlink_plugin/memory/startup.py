@@ -51,6 +51,8 @@ class Startup:
 
     def begin_round(self, channel: int, timeouts: Timeouts) -> int:
         """Begin a round; return the nanoseconds that its first launch may wait."""
+        if self._is_over:
+            return int(timeouts.later * 1e9)
         timeout = self.timeout_ns(timeouts)
         if not self._is_over:
             self._rounds[channel] += 1
@@ -58,7 +60,9 @@ class Startup:
 
     def timeout_ns(self, timeouts: Timeouts) -> int:
         """Return the nanoseconds that a further launch of the round may wait."""
-        if not self._is_over and self._is_capturing():
+        if self._is_over:
+            return int(timeouts.later * 1e9)
+        if self._is_capturing():
             self._is_over = True
         return int((timeouts.later if self._is_over else timeouts.first) * 1e9)
 
@@ -68,9 +72,10 @@ class Startup:
         The second round has the first limit too. The combine of a small batch waits for the rows of
         this rank's own tokens only; the dispatch after it waits until every rank has combined.
         """
-        if not self._is_held:
+        if not (self._is_over or self._is_held):
             self._complete += 1
-            self._is_over |= self._complete > 1
+            if self._complete > 1:  # never set it back: another channel's thread may have set it
+                self._is_over = True
 
     def begin_anew(self, *, with_newcomers: bool = False) -> None:
         """Record that the epochs of all channels begin at 1 again.

@@ -39,6 +39,19 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def check_memory(name: str, tensor: torch.Tensor) -> None:
+    """A tensor with elements has memory: a kernel gets nothing but its address.
+
+    Raises:
+        InputError: its storage is empty, or it is a wrapper of another tensor.
+    """
+    if tensor.data_ptr() == 0 and tensor.numel():
+        raise InputError(
+            f"{name} of shape {list(tensor.shape)} has no memory: its storage was freed, or a "
+            "wrapped tensor holds the numbers; pass a tensor that has them"
+        )
+
+
 def check_outside(window: range, names: Sequence[str], *tensors: torch.Tensor | None) -> None:
     """No tensor lies in symmetric memory, which peers write to while a verb runs.
 

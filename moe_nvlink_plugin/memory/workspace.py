@@ -521,7 +521,8 @@ class Workspace(Generic[E]):
 
     def fault(self, channel: int) -> int:
         """Return the channel's fault word, if it has reached the host. Local; waits for nothing."""
-        return 0 if self._faults is None else int(self._faults.words[channel])
+        faults = self._faults
+        return 0 if faults is None else faults.words[channel]
 
     @property
     def layout(self) -> WorkspaceLayout:

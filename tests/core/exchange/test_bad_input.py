@@ -184,6 +184,51 @@ def test_combine_writes_to_no_workspace(verb: str, layer: MoeAllToAll) -> None:
     assert torch.equal(layer.combine(rows, received.metadata), inputs["hidden_states"])
 
 
+def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as FSDP leaves it between two layers: it has a shape, its storage has no bytes."""
+    left = tensor.clone()
+    left.untyped_storage().resize_(0)
+    return left
+
+
+@pytest.mark.parametrize(
+    "name", ["hidden_states", "topk_ids", "topk_weights", "is_padding", "extra"]
+)
+@pytest.mark.parametrize("verb", ["dispatch", "dispatch_async"])
+def test_dispatch_reads_no_address_of_nothing(verb: str, name: str, layer: MoeAllToAll) -> None:
+    inputs = good() | {"is_padding": torch.zeros(3, dtype=torch.bool)}
+    if name == "extra":
+        inputs["extra_payloads"] = [without_memory(*inputs["extra_payloads"])]
+    else:
+        inputs[name] = without_memory(inputs[name])
+    with pytest.raises(InputError, match=f"{name}.* of shape .* has no memory: its storage was"):
+        getattr(layer, verb)(**inputs)
+    assert_still_works(layer)
+
+
+@pytest.mark.parametrize("name", ["expert_output", "output", "add", "send_slots"])
+@pytest.mark.parametrize("verb", ["combine", "combine_async"])
+def test_combine_reads_no_address_of_nothing(verb: str, name: str, layer: MoeAllToAll) -> None:
+    """To the kernel, `add` without an address is a call without `add`."""
+    received = layer.dispatch(**good())
+    given: dict[str, Any] = {"expert_output": torch.zeros(CAPACITY, HIDDEN)}
+    metadata = received.metadata
+    if name == "send_slots":
+        metadata = other_metadata(received, send_slots=without_memory(metadata.send_slots))
+    else:
+        given[name] = without_memory(given.get(name, torch.zeros(3, HIDDEN)))
+    with pytest.raises(InputError, match=f"{name} of shape .* has no memory"):
+        getattr(layer, verb)(metadata=metadata, **given)
+    layer.combine(received.hidden_states, received.metadata)
+    assert_still_works(layer)
+
+
+def test_a_tensor_without_rows_needs_no_memory(layer: MoeAllToAll) -> None:
+    received = layer.dispatch(**good(0))
+    assert layer.combine(received.hidden_states, received.metadata).shape == (0, HIDDEN)
+    assert_still_works(layer)
+
+
 def test_rows_that_begin_elsewhere_in_their_own_memory(layer: MoeAllToAll) -> None:
     received = layer.dispatch(**good(2), max_tokens=2)
     everything = layer.combine_input()

@@ -39,6 +39,7 @@ from moe_nvlink_plugin.exchange.kernels import COMBINE, DISPATCH, LAYER
 from moe_nvlink_plugin.groups import Group, as_group
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import constants, structs
+from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.launch.machine_code import _loaded
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
 from moe_nvlink_plugin.verify import cases, compare
@@ -399,6 +400,69 @@ def test_counts_per_expert_cost_no_launch(
 ) -> None:
     found = in_driver(launches_of_a_counted_round, tmp_path, monkeypatch, small_tokens)
     assert found == (1, 1, True)
+
+
+# Whose context, whose stream.
+
+
+def contexts_of_launches() -> list[dict[str, int]]:
+    """Pushes and pops of a round: with the context current, with another GPU's, with none."""
+    control, found = fake_cuda.control(), []
+    with alone() as layer:
+        tokens, region = inputs(layer, 3), layer.combine_input()
+        round_trip(layer)
+        for current in (0, 1, None):
+            around = contextlib.nullcontext() if current is None else driver.on_device(current)
+            with around:
+                control.fail()  # starts counting the calls
+                layer.combine(region, layer.dispatch(*tokens).metadata)
+                calls = control.calls()
+            found.append({name: calls.get(f"cuCtx{name}Current", 0) for name in ("Push", "Pop")})
+    return found
+
+
+def test_a_launch_makes_its_context_current_if_another_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = in_driver(contexts_of_launches, tmp_path, monkeypatch, devices=2)
+    pushed = {"Push": 2, "Pop": 2}
+    assert found == [{"Push": 0, "Pop": 0}, pushed, pushed]
+
+
+def streams_of_torch() -> list[Any]:
+    """What an executor of cuda:1 asks torch for, first and later; and a device without index."""
+    asked: list[Any] = []
+
+    def current_stream(device: Any) -> Any:
+        asked.append(str(device))
+        return mock.Mock(cuda_stream=17)
+
+    def raw(index: int) -> int:
+        asked.append(index)
+        return 18 + len(asked)
+
+    streams = []
+    with (
+        mock.patch.object(torch.cuda, "current_stream", current_stream),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", raw, create=True),
+    ):
+        for device in ("cuda:1", "cuda"):
+            executor = CudaExecutor(torch.device(device))
+            streams += [executor.stream() for _ in range(3)]
+    with mock.patch.object(torch.cuda, "current_stream", current_stream):  # no such function
+        executor = CudaExecutor(torch.device("cuda:1"))
+        streams += [executor.stream() for _ in range(2)]
+    return [streams, asked]
+
+
+def test_the_stream_is_asked_anew_at_each_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if hasattr(torch._C, "_cuda_getCurrentRawStream"):
+        pytest.skip("this torch has the function; tests/gpu runs it")
+    streams, asked = in_driver(streams_of_torch, tmp_path, monkeypatch, devices=2)
+    assert asked == ["cuda:1", 1, 1, "cuda", "cuda", "cuda", "cuda:1", "cuda:1"]
+    assert streams == [17, 20, 21, 17, 17, 17, 17, 17]
 
 
 # The product's cases, launched by the driver.

@@ -70,7 +70,11 @@ class _Plugin:
         return [OnFakeDriver(), LaunchedByDriver()]
 
 
-_current = threading.local()
+class _Current(threading.local):
+    stream = 0
+
+
+_current = _Current()
 
 
 def _gpu_of_process() -> int:
@@ -86,7 +90,7 @@ class OnRanksGpu(CudaExecutor):
         super().__init__(device)
 
     def stream(self) -> int:
-        return super().stream() or getattr(_current, "stream", 0)
+        return super().stream() or _current.stream
 
 
 @contextlib.contextmanager
