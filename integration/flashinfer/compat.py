@@ -96,8 +96,8 @@ def supported_versions() -> str:
     """The cells of FlashInfer's row in the README's table of versions: supported, and how tried."""
     read = " and ".join(READ)
     return (
-        f"{read}, and {OLDEST}, which SGLang 0.5.23 pins; on GPUs: two ranks on one | CPU ranks ran "
-        f"`flashinfer.moe_ep` of {read} and the drop-in for `MoeAlltoAll`; in its source every "
+        f"{read}, and {OLDEST}, which SGLang 0.5.23 pins; on GPUs: two ranks on one | CPU "
+        f"ranks ran `flashinfer.moe_ep` of {read} and the drop-in for `MoeAlltoAll`; in its source every "
         f"name we touch was found. {OLDEST} did not run: its source was read once, by hand, with "
         "the same result"
     )

