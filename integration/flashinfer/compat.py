@@ -98,8 +98,8 @@ def supported_versions() -> str:
     return (
         f"{read}, and {OLDEST}, which SGLang 0.5.23 pins; on GPUs: two ranks on one | CPU "
         f"ranks ran `flashinfer.moe_ep` of {read} and the drop-in for `MoeAlltoAll`; in its source "
-        f"every name we touch was found. {OLDEST} did not run: its source was read once, by hand, with "
-        "the same result"
+        f"every name we touch was found. {OLDEST} did not run: its source was read once, by "
+        "hand, with the same result"
     )
 
 
