@@ -32,7 +32,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = Options(
     profile="custom", hidden_size=128, top_k=3, num_experts=8, ep_size=2, batches=(5,), iters=2
 )
-CPU_BACKENDS = ("moe_nvlink", "gloo_gather", "gloo_gather_full", "all_to_all", "all_to_all_full")
+CPU_BACKENDS = (
+    *("moe_nvlink", "moe_nvlink_audited", "moe_nvlink_audit_words"),
+    *("gloo_gather", "gloo_gather_full", "all_to_all", "all_to_all_full"),
+)
 
 
 # What backends are held to.
@@ -156,7 +159,7 @@ def _checks(rank: int, _size: int) -> dict[str, str]:
 @pytest.mark.long
 def test_a_backend_that_loses_or_alters_a_row_is_refused(tmp_path: Path) -> None:
     of_ranks = run_processes(2, _checks, tmp_path)
-    assert len(of_ranks[0]) == 5 * 2 * 4 + 6 * 3 + 3
+    assert len(of_ranks[0]) == 7 * 2 * 4 + 6 * 3 + 3
     for found in of_ranks:
         for case, message in found.items():
             if case.endswith("nothing"):
