@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class Engine:
     Args:
         name: folder of its files, in `folder`.
         shares: for each rank the numbers of its requests; one rank takes no part in an exchange.
-        graphs, compiled, limit_s: as Task has them.
+        graphs, compiled, options, fault, limit_s: as Task has them.
     """
 
     def __init__(
@@ -76,10 +76,12 @@ class Engine:
         *,
         graphs: str = "",
         compiled: bool = False,
+        options: Mapping[str, Any] | None = None,
+        fault: str = "",
         limit_s: float = 75.0,
         program: Sequence[str] = PROGRAM,
     ) -> None:
-        self.name, self.shares, self._requests = name, shares, requests
+        self.name, self.shares, self.graphs = name, shares, graphs
         self.folder = folder / name
         self.folder.mkdir(parents=True)
         self._began, self._limit_s = time.monotonic(), limit_s
@@ -95,6 +97,8 @@ class Engine:
                 with_ours=size > 1,
                 graphs=graphs,
                 compiled=compiled,
+                options=dict(options or {}),
+                fault=fault,
                 limit_s=limit_s,
                 answers=str(self.folder / f"answers{rank}.json"),
             )
