@@ -218,6 +218,19 @@ def prepare() -> None:
     cast(Any, registry)._run_in_subprocess = lambda function: function()
 
 
+def prepare_compiler() -> None:
+    """Let torch.compile run without vLLM's fusions, which are into operators of its library."""
+    import vllm
+
+    folder = Path(vllm.__path__[0]) / "compilation/passes/fusion"
+    for path in folder.glob("*.py"):
+        if path.stem != "__init__":
+            vllm_files.make_empty(f"vllm.compilation.passes.fusion.{path.stem}")
+    from vllm.compilation.passes.utility import fix_functionalization
+
+    cast(Any, fix_functionalization).FixFunctionalizationPass.__call__ = lambda *_: None
+
+
 def generate(task: Task) -> list[list[int]]:
     """Build the engine and answer the requests, greedily."""
     from vllm import LLM, SamplingParams
@@ -241,6 +254,8 @@ def main(path: str) -> int:
     faulthandler.dump_traceback_later(task.limit_s, exit=True)
     try:
         prepare()
+        if task.compiled:
+            prepare_compiler()
         if task.fault:
             plant(task.fault)
         answers = generate(task)
