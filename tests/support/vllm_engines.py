@@ -10,6 +10,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -36,8 +37,10 @@ ENVIRONMENT = {
     # Products of float32 without TF32: ranks then differ from one rank by their order alone.
     "TRITON_F32_DEFAULT": "ieee",
     "MOE_NVLINK_ALLOW_SHARED_GPU": "1",
-    "MOE_NVLINK_TIMEOUT_S": "20",
-    "MOE_NVLINK_FIRST_TIMEOUT_S": "60",
+    # Ranks of several engines compile on the same cores, and take turns on the GPU.
+    "MOE_NVLINK_TIMEOUT_S": "40",
+    "MOE_NVLINK_FIRST_TIMEOUT_S": "90",
+    "OMP_NUM_THREADS": "1",
 }
 #: The program of a rank; its argument is the file of its task.
 PROGRAM = ("-m", "tests.support.vllm_engine")
@@ -61,7 +64,7 @@ class Engine:
     """The ranks of one engine, which start when this object is made.
 
     Args:
-        name: folder of its files, in `folder`.
+        name: what it is called, and its files' folder in `folder`.
         shares: for each rank the numbers of its requests; one rank takes no part in an exchange.
         graphs, compiled, options, fault, limit_s: as Task has them.
     """
@@ -82,7 +85,8 @@ class Engine:
         program: Sequence[str] = PROGRAM,
     ) -> None:
         self.name, self.shares, self.graphs = name, shares, graphs
-        self.folder = folder / name
+        # Inductor's command lines take no folder with a space.
+        self.folder = folder / re.sub(r"\W+", "-", name)
         self.folder.mkdir(parents=True)
         self._began, self._limit_s = time.monotonic(), limit_s
         size = len(shares)
