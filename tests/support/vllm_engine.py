@@ -206,6 +206,11 @@ def prepare() -> None:
     cast(Any, vllm_triton).init_workspace_manager = lambda _device: None  # the worker makes it
     vllm_triton.stand_in(setattr, "cuda")
     cast(Any, ops).topk_softmax = _topk_softmax
+    from vllm.model_executor.layers.fused_moe.router import grouped_topk_router
+
+    # The form in torch, without a compilation of its own.
+    plain = cast(Any, grouped_topk_router.grouped_topk)._torchdynamo_orig_callable
+    cast(Any, grouped_topk_router).grouped_topk = plain
     from vllm.model_executor.models import registry
     from vllm.v1.worker import gpu_worker
 

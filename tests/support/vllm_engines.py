@@ -29,6 +29,9 @@ ENVIRONMENT = {
     "VLLM_DISABLE_PYNCCL": "1",
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_FUSED_MOE_GROUPED_TOPK": "0",
+    # Attention by heads also for models with latent attention.
+    "VLLM_MLA_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOGGING_LEVEL": "INFO",
