@@ -22,6 +22,8 @@ from typing import Any, cast
 from tests.support import vllm_files
 
 BEGAN = time.monotonic()
+#: Numbers of tokens; those of prompts are for pieces of a graph.
+CAPTURED = [1, 2, 4, 8, 64, 128, 256]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Task:
         with_ours: whether the ranks exchange rows by our backend.
         graphs: value of vLLM's cudagraph_mode; "": none, and every step is eager.
         compiled: whether torch.compile makes the model's pieces.
+        options: of our backend, as additional_config has them.
+        fault: what is planted in our kernels, a key of lost_rows.FAULTS; "": nothing.
         limit_s: when the stacks of all threads are printed, and the program ends.
         answers: the file to write, a list of token ids for each request.
     """
@@ -44,6 +48,8 @@ class Task:
     with_ours: bool
     graphs: str
     compiled: bool
+    options: dict[str, Any]
+    fault: str
     limit_s: float
     answers: str
 
@@ -53,9 +59,13 @@ class Task:
         if self.graphs:
             compilation |= {
                 "cudagraph_mode": self.graphs,
-                "cudagraph_capture_sizes": [1, 2, 4, 8],
+                "cudagraph_capture_sizes": CAPTURED if self.compiled else CAPTURED[:4],
             }
-        ours = {"all2all_backend": "moe_nvlink", "enable_expert_parallel": True}
+        ours = {
+            "all2all_backend": "moe_nvlink",
+            "enable_expert_parallel": True,
+            "additional_config": {"moe_nvlink": self.options},
+        }
         return {
             "model": self.checkpoint,
             "dtype": "float32",
@@ -113,6 +123,60 @@ def _topk_softmax(
     places.zero_()
 
 
+def _summed(communicator: Any, rows: Any) -> Any:
+    """The sum over the ranks of a communicator, on the host."""
+    import torch
+
+    rows = rows.cpu()
+    torch.distributed.all_reduce(rows, group=communicator.cpu_group)
+    return rows
+
+
+def _place(communicator: Any, sizes: list[int]) -> slice:
+    begin = sum(sizes[: communicator.rank_in_group])
+    return slice(begin, begin + sizes[communicator.rank_in_group])
+
+
+def _all_gatherv(self: Any, given: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+    """All ranks' rows, for vLLM's own exchange of rows, which has NCCL alone."""
+    assert dim == 0
+    if not isinstance(given, list):
+        return _all_gatherv(self, [given], 0, sizes)[0]
+    sizes = sizes or [len(given[0])] * self.world_size
+    gathered = []
+    for rows in given:
+        every = rows.new_zeros((sum(sizes), *rows.shape[1:]))
+        every[_place(self, sizes)] = rows
+        gathered.append(_summed(self, every).to(rows.device))
+    return gathered
+
+
+def _reduce_scatterv(
+    self: Any, rows: Any, dim: int, sizes: list[int] | None, output: Any = None
+) -> Any:
+    """This rank's part of the sum."""
+    assert dim == 0
+    sizes = sizes or [len(rows) // self.world_size] * self.world_size
+    mine = _summed(self, rows)[_place(self, sizes)].to(rows.device)
+    return mine if output is None else output.copy_(mine)
+
+
+def plant(fault: str) -> None:
+    """Change our kernels before they are compiled for the GPU."""
+    from moe_nvlink_plugin.jit import nvrtc
+    from tests.integration.servers.lost_rows import FAULTS
+
+    inner = nvrtc.load_or_compile
+    right, wrong = FAULTS[fault]
+
+    def load_or_compile(text: str, *args: Any, **options: Any) -> bytes:
+        if right in text:
+            say("a kernel with a planted fault")
+        return inner(text.replace(right, wrong), *args, **options)
+
+    nvrtc.load_or_compile = load_or_compile
+
+
 def prepare() -> None:
     """Let the engine run in this process: before anything of vLLM's is imported."""
     say("importing torch")
@@ -123,6 +187,10 @@ def prepare() -> None:
     from vllm.platforms import cuda
 
     cuda.CudaPlatformBase.dist_backend = "gloo"
+    from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+
+    cast(Any, CudaCommunicator).all_gatherv = _all_gatherv
+    cast(Any, CudaCommunicator)._reduce_scatterv = _reduce_scatterv
     from vllm.utils import platform_utils
 
     # Of vLLM's ways to hand host buffers to a GPU the one that needs no operator of its library.
@@ -138,6 +206,11 @@ def prepare() -> None:
     cast(Any, vllm_triton).init_workspace_manager = lambda _device: None  # the worker makes it
     vllm_triton.stand_in(setattr, "cuda")
     cast(Any, ops).topk_softmax = _topk_softmax
+    from vllm.model_executor.layers.fused_moe.router import grouped_topk_router
+
+    # The form in torch, without a compilation of its own.
+    plain = cast(Any, grouped_topk_router.grouped_topk)._torchdynamo_orig_callable
+    cast(Any, grouped_topk_router).grouped_topk = plain
     from vllm.model_executor.models import registry
     from vllm.v1.worker import gpu_worker
 
@@ -148,6 +221,19 @@ def prepare() -> None:
 
     # The process that vLLM starts to look at a model's class lacks these stand-ins.
     cast(Any, registry)._run_in_subprocess = lambda function: function()
+
+
+def prepare_compiler() -> None:
+    """Let torch.compile run without vLLM's fusions, which are into operators of its library."""
+    import vllm
+
+    folder = Path(vllm.__path__[0]) / "compilation/passes/fusion"
+    for path in folder.glob("*.py"):
+        if path.stem != "__init__":
+            vllm_files.make_empty(f"vllm.compilation.passes.fusion.{path.stem}")
+    from vllm.compilation.passes.utility import fix_functionalization
+
+    cast(Any, fix_functionalization).FixFunctionalizationPass.__call__ = lambda *_: None
 
 
 def generate(task: Task) -> list[list[int]]:
@@ -173,6 +259,10 @@ def main(path: str) -> int:
     faulthandler.dump_traceback_later(task.limit_s, exit=True)
     try:
         prepare()
+        if task.compiled:
+            prepare_compiler()
+        if task.fault:
+            plant(task.fault)
         answers = generate(task)
         Path(task.answers).write_text(json.dumps(answers), "utf-8")
     except BaseException:  # the other rank may be waiting for this one at exit

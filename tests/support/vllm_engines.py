@@ -10,12 +10,13 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ ENVIRONMENT = {
     "VLLM_DISABLE_PYNCCL": "1",
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_FUSED_MOE_GROUPED_TOPK": "0",
+    # Attention by heads also for models with latent attention.
+    "VLLM_MLA_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOGGING_LEVEL": "INFO",
@@ -36,8 +40,10 @@ ENVIRONMENT = {
     # Products of float32 without TF32: ranks then differ from one rank by their order alone.
     "TRITON_F32_DEFAULT": "ieee",
     "MOE_NVLINK_ALLOW_SHARED_GPU": "1",
-    "MOE_NVLINK_TIMEOUT_S": "20",
-    "MOE_NVLINK_FIRST_TIMEOUT_S": "60",
+    # Ranks of several engines compile on the same cores, and take turns on the GPU.
+    "MOE_NVLINK_TIMEOUT_S": "40",
+    "MOE_NVLINK_FIRST_TIMEOUT_S": "90",
+    "OMP_NUM_THREADS": "1",
 }
 #: The program of a rank; its argument is the file of its task.
 PROGRAM = ("-m", "tests.support.vllm_engine")
@@ -61,9 +67,9 @@ class Engine:
     """The ranks of one engine, which start when this object is made.
 
     Args:
-        name: folder of its files, in `folder`.
+        name: what it is called, and its files' folder in `folder`.
         shares: for each rank the numbers of its requests; one rank takes no part in an exchange.
-        graphs, compiled, limit_s: as Task has them.
+        graphs, compiled, options, fault, limit_s: as Task has them.
     """
 
     def __init__(
@@ -76,11 +82,14 @@ class Engine:
         *,
         graphs: str = "",
         compiled: bool = False,
+        options: Mapping[str, Any] | None = None,
+        fault: str = "",
         limit_s: float = 75.0,
         program: Sequence[str] = PROGRAM,
     ) -> None:
-        self.name, self.shares, self._requests = name, shares, requests
-        self.folder = folder / name
+        self.name, self.shares, self.graphs = name, shares, graphs
+        # Inductor's command lines take no folder with a space.
+        self.folder = folder / re.sub(r"\W+", "-", name)
         self.folder.mkdir(parents=True)
         self._began, self._limit_s = time.monotonic(), limit_s
         size = len(shares)
@@ -95,6 +104,8 @@ class Engine:
                 with_ours=size > 1,
                 graphs=graphs,
                 compiled=compiled,
+                options=dict(options or {}),
+                fault=fault,
                 limit_s=limit_s,
                 answers=str(self.folder / f"answers{rank}.json"),
             )

@@ -140,6 +140,11 @@ def why_not() -> str:
     return "this vLLM is a build for CPUs" if "cpu" in version else ""
 
 
+def make_empty(name: str) -> None:
+    """Let a module, before it is imported, have names without meaning."""
+    sys.modules[name] = _Empty(name)
+
+
 #: Keeps what `complete` has defined.
 _defined: list[Any] = []
 
@@ -157,7 +162,7 @@ def complete() -> None:
     if LIBRARIES[0] in missing:
         import torch
 
-        sys.modules[ATTENTION] = _Empty(ATTENTION)
+        make_empty(ATTENTION)
 
         library: Any = cast(Any, torch.library).Library("_C", "FRAGMENT")
         for question in QUESTIONS:
