@@ -15,8 +15,10 @@ a dispatch that is run again without one. Only one of the two is timed, and it a
 from __future__ import annotations
 
 import argparse
+import cProfile
 import ctypes
 import os
+import pstats
 import sys
 import tempfile
 import time
@@ -234,6 +236,18 @@ class Levels:
         ops.combine_out(pending, self.region, received[4], self.output, handle, 0)
 
 
+def print_profile(levels: Levels) -> None:
+    """Print in which functions the host's time of eager rounds goes; the profiler adds to it."""
+    profiler = cProfile.Profile()
+    for _ in range(10):
+        with profiler:
+            for _ in range(CALLS):
+                levels._combine(levels._dispatch())
+        drain()
+    print(f"profile of {10 * CALLS} rounds:")
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
+
+
 def measure(_rank: int, _size: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Time all levels, in this process, on whatever driver it finds."""
     torch.set_num_threads(1)
@@ -244,6 +258,8 @@ def measure(_rank: int, _size: int, arguments: argparse.Namespace) -> dict[str, 
     assert isinstance(executor, CudaExecutor)
     with executor.context():
         rows = levels.rows()
+        if arguments.profile:
+            print_profile(levels)
         levels.finish()
     for name, inner in WITHIN.items():
         rows[name]["added_us"] = rows[name]["median_us"] - rows[inner]["median_us"]
@@ -304,6 +320,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--driver", default="fake", choices=list(DRIVERS))
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--batches", type=int, default=200)
+    parser.add_argument("--profile", action="store_true", help="of eager rounds, by functions")
     parser.add_argument("--output_file", type=Path, help="write rows and machine as JSON")
     return parser.parse_args()
 

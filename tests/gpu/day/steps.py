@@ -188,7 +188,7 @@ NUMBERS = Stage(
             _bench(
                 "launch",
                 30,
-                "benchmarks/bench_launch.py --driver real",
+                "benchmarks/bench_launch.py --driver real --profile",
                 "--driver emulated --batches 2 --tokens 4",
             ),
         ),
