@@ -133,7 +133,7 @@ def test_limits_add_up() -> None:
         longest = sum(max(step.limit_s for step in group) for group in stage.steps)
         assert START_S + longest <= stage.limit_s, stage.name
     limits = {name: stage.limit_s for name, stage in STAGES.items()}
-    assert limits == {"smoke": 265, "numbers": 530, "breadth": 540, "vllm": 160}
+    assert limits == {"smoke": 265, "numbers": 530, "breadth": 540, "vllm": 335}
     assert limits.pop("vllm") <= AGAIN_S, "it has the time of `again`"
     assert sum(limits.values()) + AGAIN_S <= 30 * 60
     of_all = [step for stage in STAGES.values() for group in stage.steps for step in group]
@@ -146,9 +146,10 @@ def test_benchmarks_take_the_options_of_the_stages() -> None:
     for step in STEPS.values():
         if "bench_moe_comm.py" in step.command[0]:
             request = options.parse("", step.command[1:])
-            ranks = 2 if step.name.startswith("two-ranks") else 8
+            ranks = {"two-ranks": 2, "two-ranks-bulk": 2, "audits": 1}.get(step.name, 8)
             assert request.options.ep_size == ranks
-            assert (request.options.device, request.options.emulate_ranks) == ("cuda", True)
+            assert request.options.device == "cuda"
+            assert request.options.emulate_ranks == (ranks > 1)
 
 
 def test_kernels_of_verify_are_carried(monkeypatch: pytest.MonkeyPatch) -> None:
