@@ -155,8 +155,14 @@ def plain_tensors(call: Dispatch | Combine) -> None:
 
     Raises:
         InputError: one is no tensor or requires a gradient; or its bytes are not its numbers,
-            because it is a lazily conjugated or negated view or has no memory.
+            because it is a lazily conjugated or negated view or has no memory; or a mode would make
+            the results without memory.
     """
+    if type(torch.empty(0)) is not torch.Tensor:
+        raise InputError(
+            "a mode is active in which torch makes tensors without memory (FakeTensorMode), and "
+            "nothing can arrive there; call dispatch and combine, or leave the mode"
+        )
     tensors_given(call)
     no_gradient(call)
     for name, tensor in named_tensors(call):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll, rank_mask
 from moe_nvlink_plugin.errors import ConfigError, InputError
@@ -249,6 +250,21 @@ def test_lazy_views(view: str) -> None:
         received = wide.dispatch(**{**good(), "extra_payloads": [lazy]})
         assert torch.equal(received.extra_payloads[0][:3], lazy)
         wide.combine(received.hidden_states, received.metadata)
+
+
+def test_results_without_memory(layer: MoeAllToAll, environment: None) -> None:
+    """Dispatch has an op that knows of fake tensors; beside the caller nothing does."""
+    refused = pytest.raises(InputError, match="tensors without memory .*leave the mode")
+    given = good()
+    with refused, FakeTensorMode(allow_non_fake_inputs=True):
+        layer.dispatch_async(**given)
+    received = layer.dispatch(**given)
+    rows = torch.zeros_like(received.hidden_states)
+    refused = pytest.raises(InputError, match="tensors without memory .*leave the mode")
+    with refused, FakeTensorMode(allow_non_fake_inputs=True):
+        layer.combine_async(rows, received.metadata)
+    layer.combine(rows, received.metadata)
+    assert_still_works(layer)
 
 
 #: A dense tensor of rows in another form, and what the error says of it.
