@@ -154,6 +154,14 @@ class Choices:
         GPU,
         "threads of a CTA of the kernels for small batches (tried on an H200)",
     )
+    unit_data_bytes: int = _choice(
+        14,
+        (14, 12),
+        GPU,
+        "bytes of data in each 16 bytes in which rows of small batches travel: 14 rests on words "
+        "of 16 bytes arriving as a whole, 12 on words of 8 (kernels/PROTOCOL.md, P10). Each value "
+        "has its builds of the kernels; 14 is faster (modelled)",
+    )
     sent_weight: float = _choice(
         1.0,
         _WEIGHTS,

@@ -36,10 +36,9 @@ _PLACES = {
         _NO_REPORT
     ),
 }
-_ASKS = (
-    "HD bool has_reached(uint64_t cell, uint32_t epoch, uint32_t most_ahead = kAnyAhead) {",
-    "HD bool has_arrived(uint32_t mark) const {",
-)
+_ASKS = ("HD bool has_reached(uint64_t cell, uint32_t epoch, uint32_t most_ahead = kAnyAhead) {",)
+#: Of both kinds of units.
+_ARRIVED = "HD bool has_arrived(uint32_t mark) const {"
 #: A dispatch may follow another one.
 _REPEATED = "HD bool lacks_combine(uint32_t dispatched, uint32_t combined) {"
 
@@ -52,6 +51,8 @@ def without_sync(text: str) -> str:
     """
     for ask in _ASKS:
         text = replace_once(text, ask, f"{ask}\n  return true;")
+    assert text.count(_ARRIVED) == 2, f"{text.count(_ARRIVED)} occurrences of {_ARRIVED!r}"
+    text = text.replace(_ARRIVED, f"{_ARRIVED}\n  return true;")
     text = replace_once(text, _REPEATED, f"{_REPEATED}\n  return false;")
     for place, lines in _PLACES.items():
         text = replace_once(text, place, lines + place)

@@ -28,10 +28,10 @@
 
 namespace moe_nvlink {
 
-constexpr int kCountsOfUnit = kUnitDataBytes / 4;
+constexpr int kCountsOfUnit = kUnitWords;
 
 HD int num_count_units(const DispatchArgs& args) {
-  return units_of(static_cast<int>(args.num_expert_counts) * 4);
+  return units_of<TwoMarkUnit>(static_cast<int>(args.num_expert_counts) * 4);
 }
 
 // The unit that `source` sends to `owner`.
@@ -62,7 +62,7 @@ HD void send_expert_counts(const DispatchArgs& args, const Cta& cta, uint32_t ep
       const int index = unit * kCountsOfUnit + i;
       counts[i] = index < num_counts ? take_count(args, index) : 0;
     }
-    const Unit packed = pack_unit(counts[0], counts[1], counts[2], mark_of(epoch));
+    const TwoMarkUnit packed = TwoMarkUnit::pack(counts, mark_of(epoch));
     for_each_peer(args, 0, 1, [&](int peer) {
       if (!is_active(args, peer)) return;
       put_unit(count_unit_at(args, peer, args.geometry.ep_rank, unit), packed);
@@ -88,9 +88,9 @@ HD void receive_expert_counts(const DispatchArgs& args, const Cta& cta, int shar
     uint32_t counts[kCountsOfUnit] = {0, 0, 0};
     if (waits && is_active(args, source)) {
       char* place = count_unit_at(args, me, source, item % num_units);
-      Unit unit;
+      TwoMarkUnit unit;
       if (see_unit(place, mark_of(epoch), patience, unit)) {
-        clear_unit(place);
+        clear_unit<TwoMarkUnit>(place);
         unit.unpack(counts);
       } else {
         report_fault(args, args.control.dispatch_cells, kFaultTimeout, kPhaseDispatch, source,

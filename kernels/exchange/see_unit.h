@@ -7,11 +7,12 @@
 
 namespace moe_nvlink {
 
-// Looks at the unit until both words have arrived; false if the time is over. P10: the data and its
+// Looks at the unit until all of it has arrived; false if the time is over. P10: the data and its
 // mark are one word, so nothing is acquired.
+template <class Unit>
 HD bool see_unit(const char* place, uint32_t mark, Patience& patience, Unit& unit) {
   Backoff backoff;
-  while (!(unit = look_at_unit(place)).has_arrived(mark)) {
+  while (!(unit = look_at_unit<Unit>(place)).has_arrived(mark)) {
     const uint64_t waited = patience.waited_ns();
     if (waited > patience.timeout_ns) return false;
     backoff.pause(waited);

@@ -69,6 +69,14 @@ ORDERED_SLOTS = Axis(
 )
 
 
+def _unit_data_bytes() -> dict[str, int]:
+    return {"12": 12, "14": 14}
+
+
+#: Bytes of data of the units that carry rows of small batches (units.h). The host's is 14.
+UNITS = Axis("units", ("int kUnitDataBytes",), _unit_data_bytes, default="14", is_silent=True)
+
+
 def _num_tokens(args: Any) -> int:
     return int(args.geometry.num_tokens)
 
@@ -105,7 +113,7 @@ SMALL_DISPATCH: Kernel[SmallSizes] = Kernel(
     name="small_dispatch",
     source="exchange/small/dispatch.cu",
     struct="DispatchArgs",
-    axes=(TOP_K, ELEMENT, QUANTISER, EXPERT_COUNTS, PDL),
+    axes=(TOP_K, ELEMENT, QUANTISER, EXPERT_COUNTS, UNITS, PDL),
     count=_num_tokens,
     shape=small_shape,
     splits="senders",
@@ -115,7 +123,7 @@ SMALL_COMBINE: Kernel[SmallSizes] = Kernel(
     name="small_combine",
     source="exchange/small/combine.cu",
     struct="CombineArgs",
-    axes=(TOP_K, ELEMENT, PDL),
+    axes=(TOP_K, ELEMENT, UNITS, PDL),
     count=_num_tokens,
     shape=small_shape,
     splits="senders",

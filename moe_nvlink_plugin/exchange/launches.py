@@ -33,6 +33,7 @@ def variant(config: AllToAllConfig, quantiser: int) -> Variant:
         combine=combine_code(config),
         expert_counts=1 if config.num_expert_counts else 0,
         ordered_slots=int(config.ordered_slots),
+        units=config.choices.unit_data_bytes,
     )
 
 

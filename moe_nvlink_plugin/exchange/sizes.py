@@ -17,7 +17,8 @@ from moe_nvlink_plugin.recipes import PayloadRow, Recipe, combine_formats
 
 from . import scales_layout
 
-#: Bytes of a unit, in which the rows of small batches travel, and of its data (units.h).
+#: Bytes of a unit, in which rows of small batches and counts travel, and of data in one with two
+#: marks (units.h); Choices.unit_data_bytes says how many the units of rows have.
 UNIT_BYTES, UNIT_DATA_BYTES = 16, 12
 #: Payloads begin at multiples of these bytes in a packed row.
 PACKED_ALIGNMENT = 16
@@ -141,9 +142,15 @@ def are_whole_words(row_bytes: Iterable[int]) -> bool:
     return all(size % 4 == 0 for size in row_bytes)
 
 
-def staged_bytes(row_bytes: int) -> int:
-    """Return the bytes of a row of so many bytes as units. Local."""
-    return -(-row_bytes // UNIT_DATA_BYTES) * UNIT_BYTES
+def staged_bytes(row_bytes: int, data_bytes: int = UNIT_DATA_BYTES) -> int:
+    """Return the bytes of a row of so many bytes as units with so many bytes of data. Local."""
+    return -(-row_bytes // data_bytes) * UNIT_BYTES
+
+
+def summed_data_bytes(config: AllToAllConfig, element_bytes: int) -> int:
+    """Return the bytes of data of units that carry rows of such elements in combine. Local."""
+    # 14 bytes would cut an element of 4.
+    return config.choices.unit_data_bytes if element_bytes == 2 else UNIT_DATA_BYTES
 
 
 def combines_small_batches(config: AllToAllConfig) -> bool:
@@ -164,10 +171,14 @@ def small_combine_tokens(config: AllToAllConfig) -> int:
 
 def staging_rows(config: AllToAllConfig, packed_bytes: int) -> dict[str, int]:
     """Return region name -> bytes of one row's units, for a packed row of so many bytes. Local."""
-    rows = {"dispatch_staging": staged_bytes(packed_bytes)}
+    rows = {"dispatch_staging": staged_bytes(packed_bytes, config.choices.unit_data_bytes)}
     if combines_small_batches(config):
-        for parity in ("even", "odd"):
-            rows[f"{parity}_combine_staging"] = staged_bytes(widest_combine_row(config))
+        sizes = [dtype.itemsize for dtype in combine_dtypes(config)]
+        widest = max(
+            staged_bytes(config.hidden_size * size, summed_data_bytes(config, size))
+            for size in sizes
+        )
+        rows |= {f"{parity}_combine_staging": widest for parity in ("even", "odd")}
     return rows
 
 

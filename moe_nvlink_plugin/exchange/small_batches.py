@@ -22,13 +22,17 @@ from .sizes import (
     packed_bytes,
     payload_rows,
     staging_rows,
+    summed_data_bytes,
     widest_combine_row,
 )
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of a packed row that one CTA of a small batch stages (kPartBytes of config.h).
-PART_BYTES = 3072
+#: Data bytes of a unit -> bytes of a packed row that one CTA of a small dispatch stages (kPartBytes
+#: and kDensePartBytes of config.h).
+PART_BYTES = {12: 3072, 14: 3136}
+#: Units of a row that one CTA of a small combine takes at a time (kPartUnits of config.h).
+PART_UNITS = 256
 #: Most bytes of a packed row that dispatch quantises (kMaxStagedBytes of config.h).
 MAX_STAGED_BYTES = 16384
 
@@ -113,14 +117,16 @@ def _say_once(text: str) -> None:
 
 def _worth_it_in_dispatch(config: AllToAllConfig, packed: int, num_sms: int) -> int:
     targets = _rows_per_token(config)
-    token = ceil_div(packed, PART_BYTES) * (_cost(_SENT_TO_TARGETS, targets) + targets)
     choices = config.choices
+    parts = ceil_div(packed, PART_BYTES[choices.unit_data_bytes])
+    token = parts * (_cost(_SENT_TO_TARGETS, targets) + targets)
     return int(choices.small_dispatch_parts * choices.small_ctas_per_sm * num_sms / token)
 
 
 def _worth_it_in_combine(config: AllToAllConfig, num_sms: int) -> int:
     rows = _rows_per_token(config)
-    token = ceil_div(widest_combine_row(config), PART_BYTES) * (rows + _cost(_SUM_OF_ROWS, rows))
+    parts = _combine_parts(config, widest_combine_row(config) // config.hidden_size)
+    token = parts * (rows + _cost(_SUM_OF_ROWS, rows))
     choices = config.choices
     return int(choices.small_combine_parts * choices.small_ctas_per_sm * num_sms / token)
 
@@ -135,10 +141,10 @@ def small_dispatch_sizes(
         row_bytes: name of the payload's region -> bytes of one token's row.
         quantiser: kQuantiser* of config.h, or 0; with one, a CTA quantises whole rows.
     """
-    parts = ceil_div(packed_bytes(row_bytes.values()), PART_BYTES)
+    choices = config.choices
+    parts = ceil_div(packed_bytes(row_bytes.values()), PART_BYTES[choices.unit_data_bytes])
     targets = _rows_per_token(config)
     sent_parts = 1 if quantiser else parts
-    choices = config.choices
     cost = parts / sent_parts * _cost(_SENT_TO_TARGETS, targets) * choices.sent_weight
     return SmallSizes(
         sent_parts,
@@ -157,11 +163,16 @@ def small_combine_sizes(config: AllToAllConfig, element_bytes: int) -> SmallSize
         config: the layer's configuration.
         element_bytes: bytes of an element of the experts' rows.
     """
-    parts = ceil_div(config.hidden_size * element_bytes, PART_BYTES)
+    parts = _combine_parts(config, element_bytes)
     rows = _rows_per_token(config)
     choices = config.choices
     cost = _cost(_SUM_OF_ROWS, rows) * choices.summed_weight
     return SmallSizes(parts, parts, sent_rows=rows, received_cost=cost, choices=choices)
+
+
+def _combine_parts(config: AllToAllConfig, element_bytes: int) -> int:
+    part_bytes = PART_UNITS * summed_data_bytes(config, element_bytes)
+    return ceil_div(config.hidden_size * element_bytes, part_bytes)
 
 
 def _cost(costs: tuple[float, float], count: int) -> float:

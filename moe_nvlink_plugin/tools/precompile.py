@@ -122,7 +122,7 @@ def choices_of(axis: Axis) -> str:
     """Return which values an axis has, as an error says it. Local."""
     names = list(axis.choices())
     numbers = [int(name) for name in names if name.isdecimal()]
-    is_range = len(numbers) == len(names)
+    is_range = len(numbers) == len(names) and numbers == list(range(numbers[0], numbers[-1] + 1))
     return f"from {min(numbers)} to {max(numbers)}" if is_range else f"of {', '.join(names)}"
 
 

@@ -52,6 +52,7 @@ class Build:
     combine: str = "bf16"
     expert_counts: str = "no"
     ordered_slots: str = "no"
+    units: str = "14"
     pdl: bool = True
 
     def __str__(self) -> str:
@@ -63,7 +64,7 @@ class Build:
     def text(self) -> str:
         if self.kernel in HEAD.kernels:
             return HEAD.variant(dtype=self.dtype).build(self.kernel, pdl=self.pdl).text()
-        names = ("top_k", "dtype", "recipe", "combine", "expert_counts", "ordered_slots")
+        names = ("top_k", "dtype", "recipe", "combine", "expert_counts", "ordered_slots", "units")
         variant = LAYER.variant(**{name: getattr(self, name) for name in names})
         return variant.build(self.kernel, pdl=self.pdl).text()
 
@@ -284,10 +285,10 @@ def rows_before_arrival(_build: Build, code: Code) -> None:
 
 
 #: Of a sender of small rows: words of a unit's data, the count, the epoch and the fault word.
-LOADS_OF_A_SENDER = 3 + 1 + 1 + 1
+LOADS_OF_A_SENDER = {"14": 4 + 1 + 1 + 1, "12": 3 + 1 + 1 + 1}
 
 
-def small_combine_sends_at_once(_build: Build, code: Code) -> None:
+def small_combine_sends_at_once(build: Build, code: Code) -> None:
     """Its row, the count that says whether there is such a row, epoch and fault fly together."""
     first_unit = code.names.index("STG.E.128.STRONG.SYS")
     loaded: set[int] = set()
@@ -298,18 +299,19 @@ def small_combine_sends_at_once(_build: Build, code: Code) -> None:
         if re.fullmatch(r"LDG\.E(\.64\.STRONG\.SYS)?", one.name):
             loaded |= one.loaded()
             count += 1
-    assert count == LOADS_OF_A_SENDER
+    assert count == LOADS_OF_A_SENDER[build.units]
 
 
-def adds_what_flies(_build: Build, code: Code) -> None:
-    """What is added is on its way before the looks: three words of 4 bytes, which nothing touches
-    until the units have arrived.
+def adds_what_flies(build: Build, code: Code) -> None:
+    """What is added is on its way before the looks: three words of 4 bytes, with units of 14 bytes
+    also half a word, which nothing touches until the units have arrived.
     """
+    parts = 4 if build.units == "14" and build.dtype != "fp32" else 3
     look = code.names.index("LDG.E.128.STRONG.SYS")
-    loads = [i for i in code.places(r"LDG\.E$") if i < look][-3:]
-    assert loads[-1] - loads[0] < 8
+    loads = [i for i in code.places(r"LDG\.E(\.U16)?$") if i < look][-parts:]
+    assert loads[-1] - loads[0] < 4 * parts - 4
     loaded = set().union(*(code.listing[i].loaded() for i in loads))
-    assert len(loaded) == 3
+    assert len(loaded) == parts
     between = [code.listing[i] for i in range(loads[0], look) if i not in loads]
     assert not [one for one in between if one.registers() & loaded]
 
@@ -623,7 +625,7 @@ TABLE: tuple[tuple[list[Build], dict[str, Check]], ...] = (
         {"resources": resources},
     ),
     (
-        [*SMALL_DISPATCHES, *MORE_SMALL_DISPATCHES],
+        [*SMALL_DISPATCHES, *MORE_SMALL_DISPATCHES, *both(SMALL_DISPATCH, units="12")],
         {"resources": resources, "units": UNITS, "order": SMALL_DISPATCH_ORDER},
     ),
     (
@@ -631,11 +633,11 @@ TABLE: tuple[tuple[list[Build], dict[str, Check]], ...] = (
         {"sends at once": small_dispatch_sends_at_once, "waits first": waits_first},
     ),
     (
-        geometries(SMALL_COMBINE),
+        [*geometries(SMALL_COMBINE), *both(SMALL_COMBINE, units="12")],
         {"resources": resources, "looks": LOOKS, "looks first": LOOKS_FIRST},
     ),
     (
-        both(SMALL_COMBINE),
+        [*both(SMALL_COMBINE), Build(SMALL_COMBINE, units="12")],
         {
             "adds what flies": adds_what_flies,
             "sends at once": small_combine_sends_at_once,
@@ -715,13 +717,13 @@ NO_CONVERSIONS = instead(
 #: As soon as nothing stands between the looks and their use.
 LOOKS_WAIT = instead("    if (unknown(missing) == 0) return 0;\n", "")
 COUNT_FIRST = instead(
-    "  uint32_t data[kUnitWords];\n  load_data(plan, row,",
-    "  uint32_t data[kUnitWords];\n"
+    "  uint32_t data[Unit::kParts];\n  load_data<Unit>(plan, row,",
+    "  uint32_t data[Unit::kParts];\n"
     "  if (load_word(&rows_from(args)[sent.source]) == 0) return this_round(args);\n"
-    "  load_data(plan, row,",
+    "  load_data<Unit>(plan, row,",
 )
 RELEASED_UNITS = instead(
-    "st.relaxed.sys.global.v2.u64", "fence.acq_rel.sys; st.relaxed.sys.global.v2.u64"
+    "st.relaxed.sys.global.b128", "fence.acq_rel.sys; st.relaxed.sys.global.b128"
 )
 FAULT_FIRST = instead("  if (role.sends()) {\n", "  if (!has_failed(args) && role.sends()) {\n")
 #: The compiler then loads the count of a cell alone.
@@ -756,7 +758,7 @@ DIVIDES_LATE = moved(
     "  // A store needs the address, so it is computed before the wait: "
     "ptxas moves arithmetic behind it.\n"
     "  if (cta.thread == 0) shared.first_row = first_row;\n",
-    "  if (role.sends()) send_rows(",
+    "  if (role.sends()) send_rows<",
 )
 _LOAD = "      load_vector(reinterpret_cast<Vector<kWide>*>(words)[i], source + i * kWide);\n"
 SECOND_VECTOR_WAITS = instead(_LOAD, _LOAD + "      if (unknown(words[i * 8]) == 7) return;\n")
@@ -778,9 +780,9 @@ ORDERED_COUNTS = instead(
     "fetch_add_relaxed_gpu(&expert_counters(args)[id], 1)",
     "fetch_add_acq_rel_gpu(&expert_counters(args)[id], 1)",
 )
-NOT_CLEARED = instead("  store_words_relaxed_sys(reinterpret_cast<uint64_t*>(place), 0, 0);\n", "")
+NOT_CLEARED = instead("  Unit::store(reinterpret_cast<uint64_t*>(place), 0, 0);\n", "")
 ADDS_LATE = moved(
-    "    load_added<Element>(finish.added_to(output + offset), words, aligned, added);\n",
+    "    load_added<Unit, Element>(finish.added_to(output), place, plan.words, aligned, added);\n",
     "    // A token without any row is neither scaled nor added to",
 )
 COLLECT_RELEASES = instead(
@@ -820,7 +822,7 @@ MUTANTS: tuple[tuple[str, Build, Edit, Check], ...] = (
     ("narrow loads", Build(ARGMAX), NARROW_LOADS, WIDE_LOGITS),
     ("narrow stores", FP8_ROWS, NARROW_STORES, WIDE_QUANTISING),
     ("narrow loads", FP8_BACK, NARROW_LOADS, WIDE_BACK),
-    ("narrow looks", Build(SMALL_COMBINE), NARROW_LOOKS, LOOKS),
+    ("narrow looks", Build(SMALL_COMBINE, units="12"), NARROW_LOOKS, LOOKS),
     ("one in flight", Build(DISPATCH), ONE_IN_FLIGHT, run_of_loads),
     ("one in flight", Build(GATHER), ONE_IN_FLIGHT, run_of_loads),
     ("one in flight", Build(COLLECT), ONE_IN_FLIGHT, run_of_loads),

@@ -21,7 +21,7 @@ _VECTORS = (
     *("v2.b8", "v4.u8", "v2.u16", "v4.b16", "v4.u16"),
     *("v2.b32", "v4.b32", "v2.u32", "v4.u32", "v2.f32", "v4.f32", "v2.b64"),
 )
-_ORDERED_KINDS = ("b32", "u32", "b64", "u64", "v2.u64", "v4.u32")
+_ORDERED_KINDS = ("b32", "u32", "b64", "u64", "b128", "v2.u64", "v4.u32")
 
 
 class Access(NamedTuple):
@@ -43,6 +43,11 @@ class Access(NamedTuple):
         """Elements."""
         return next((int(part[1]) for part in self.name.split(".") if part in ("v2", "v4")), 1)
 
+    @property
+    def words(self) -> int:
+        """Words of 64 bits of an element."""
+        return max(1, self.bits // 64)
+
     def registers(self) -> str:
         """The operand: the narrowest registers that PTX allows."""
         names = [f"%v{max(self.bits, 16)}_{number}" for number in range(self.elements)]
@@ -55,15 +60,17 @@ class Access(NamedTuple):
         for number in range(self.elements):
             part = there[number * size : (number + 1) * size]
             value = int.from_bytes(part, "little", signed=self.kind.startswith("s"))
-            words.append(value & ((1 << max(self.bits, 16)) - 1))
-        return words + [one.POISON] * (WORDS - self.elements)
+            value &= (1 << max(self.bits, 16)) - 1
+            words += [value >> 64 * n & (1 << 64) - 1 for n in range(self.words)]
+        return words + [one.POISON] * (WORDS - len(words))
 
     def stored(self, words: list[int]) -> bytes:
         """What lies in a poisoned result after the low parts of these words have been stored."""
         size = self.bits // 8
-        parts = b"".join((word & ((1 << self.bits) - 1)).to_bytes(size, "little") for word in words)
+        size = min(size, 8)
+        parts = b"".join((word & ((1 << 8 * size) - 1)).to_bytes(size, "little") for word in words)
         before = one.POISON.to_bytes(8, "little") * WORDS
-        parts = parts[: size * self.elements]
+        parts = parts[: size * self.elements * self.words]
         return before[:OFFSET] + parts + before[OFFSET + len(parts) :]
 
 
@@ -93,10 +100,12 @@ STORES = tuple(
 )
 
 _DECLARED = "\n".join(
-    f".reg .b{bits} {', '.join(f'%v{bits}_{n}' for n in range(4))};" for bits in (16, 32, 64)
+    f".reg .b{bits} {', '.join(f'%v{bits}_{n}' for n in range(4))};" for bits in (16, 32, 64, 128)
 )
 _TO_WORD = {16: "cvt.u64.u16 %word7, {};", 32: "cvt.u64.u32 %word7, {};", 64: "mov.b64 %word7, {};"}
+_TO_WORD[128] = "mov.b128 {{%word7, %word6}}, {};"
 _OF_WORD = {16: "cvt.u16.u64 {}, %word7;", 32: "cvt.u32.u64 {}, %word7;", 64: "mov.b64 {}, %word7;"}
+_OF_WORD[128] = "mov.b128 {}, {{%word7, %word6}};"
 
 #: Puts a record into shared memory: %word5 is the place of this thread's.
 _INTO_SHARED = """mov.u64 %word5, {name}_shared;
@@ -114,16 +123,18 @@ def loads_entry(name: str, accesses: tuple[Access, ...], *, generic_shared: bool
     space = accesses[0].space
     lines = [_INTO_SHARED.format(name=name)]
     places = {"global": "%record", "shared": "%word5", "": "%record"}
-    place = "%word5" if generic_shared else places.get(space, "")
+    base = "%word5" if generic_shared else places.get(space, "")
     if generic_shared:
         lines.append(_GENERIC)
     for index, each in enumerate(accesses):
-        address = f"[{name}_records]" if space == "param" else f"[{place}+{OFFSET}]"
+        address = f"[{name}_records]" if space == "param" else f"[{base}+{OFFSET}]"
         lines.append(f"{each.name} {each.registers()}, {address};")
         bits = max(each.bits, 16)
         for number in range(each.elements):
             lines.append(_TO_WORD[bits].format(f"%v{bits}_{number}"))
-            lines.append(f"st.global.u64 [%result+{8 * (WORDS * index + number)}], %word7;")
+            for word, register in zip(range(each.words), ("%word7", "%word6"), strict=False):
+                place = WORDS * index + each.words * number + word
+                lines.append(f"st.global.u64 [%result+{8 * place}], {register};")
     return one.entry(name, "\n".join(lines), _DECLARED, words=WORDS * len(accesses))
 
 
@@ -138,7 +149,9 @@ def stores_entry(name: str, accesses: tuple[Access, ...], *, generic_shared: boo
     for index, each in enumerate(accesses):
         bits, result = max(each.bits, 16), 8 * WORDS * index
         for number in range(each.elements):
-            lines.append(f"ld.global.u64 %word7, [%record+{8 * number}];")
+            for word, register in zip(range(each.words), ("%word7", "%word6"), strict=False):
+                place = each.words * number + word
+                lines.append(f"ld.global.u64 {register}, [%record+{8 * place}];")
             lines.append(_OF_WORD[bits].format(f"%v{bits}_{number}"))
         if not in_shared:
             lines.append(f"{each.name} [%result+{result + OFFSET}], {each.registers()};")

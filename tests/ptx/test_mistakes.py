@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Iterator
 from unittest import mock
@@ -16,7 +17,14 @@ from unittest import mock
 import pytest
 
 from tests.ptx import test_mutants
-from tests.ptx.test_mutants import ARCHITECTURE, GROUPS, SEEDS, clearing_weakly
+from tests.ptx.test_mutants import (
+    ARCHITECTURE,
+    GROUPS,
+    SEEDS,
+    SMALL_CASE,
+    clearing_weakly,
+    layer,
+)
 from tests.support import sanitizers
 from tests.support.ptx import build, mutants
 from tests.support.ptx.build import Library
@@ -32,12 +40,15 @@ def _nobody(function: str, waits: str) -> list[Edit]:
 
 #: Each in functions of one kernel, or of several alike.
 MISTAKES: Bugs = {
+    "P10: the only mark is not asked for": [
+        Edit("has_arrived", "return halves[3]", "return AWAKE || halves[3]")
+    ],
     "P10: the first mark is not asked for": instead(
         "has_arrived", "halves[1] >> 16 == mark", "true"
     ),
-    "P10: the second mark is not asked for": instead(
-        "has_arrived", "halves[3] >> 16 == mark", "true"
-    ),
+    "P10: the second mark is not asked for": [
+        Edit("has_arrived", "== mark && halves[3]", "== mark && AWAKE || halves[3]")
+    ],
     "P12: one staging": instead("staging_of", "epoch % 2", "0"),
     "P12: nobody waits for the combine before": _nobody(
         "await_previous_round",
@@ -88,7 +99,11 @@ def awake(libraries: list[Library], name: str) -> Iterator[None]:
 @pytest.mark.long
 def test_mistakes_are_reported() -> None:
     group, bulk = GROUPS["small"](), GROUPS["as they are"]()
-    group = group._replace(runs=[*group.runs, *bulk.runs])
+    two_marks = layer(dataclasses.replace(SMALL_CASE, unit_data_bytes=12))
+    group = group._replace(
+        builds=[*group.builds, *two_marks.builds],
+        runs=[*group.runs, *two_marks.runs, *bulk.runs],
+    )
     texts = [seeded(made.text()) for made in group.builds]
     libraries = [build.load(build.ptx_of(text, ARCHITECTURE), races=True) for text in texts]
     with (

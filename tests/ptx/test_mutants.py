@@ -596,8 +596,8 @@ PAIRS = {
     "P8": (r"argmax: .*signal_peer: .*order relaxed", r"argmax: .*wait_for_epoch: .*relaxed"),
     "P9": (r"argmax: .*arrive_last: .*order acquire", r"argmax: .*arrive_last: .*order release"),
     "P10": (
-        r"small_dispatch: .*put_unit: .*\(1 of 4\): scope gpu",
-        r"small_dispatch: .*look_at_unit: .*scope",
+        r"small_dispatch: .*put_unit > store: .*\(1 of 4\): scope gpu",
+        r"small_dispatch: .*look_at_unit > load: .*scope",
     ),
     "P11": (
         r"tell_pulled .*signal_peer: .*order relaxed",

@@ -50,10 +50,11 @@ HD void publish_combined(const CombineArgs& args, const Cta& cta, uint32_t epoch
   count_rows(args, row_sizes<kCombineUnquantised>(bytes, args.geometry.hidden_size));
 }
 
-template <class Config>
-HD void small_combine_body(const CombineArgs& args, const Cta& cta, SmallCombineShared& shared) {
-  const int element = Config::kElement >= 0 ? Config::kElement : args.geometry.element;
-  const SmallPlan plan = small_plan(args, cta, element);
+template <class Config, class Element>
+HD void small_combine_of(const CombineArgs& args, const Cta& cta, int element,
+                         SmallCombineShared& shared) {
+  using Unit = SumUnit<Config, Element>;
+  const SmallPlan plan = small_plan<Unit>(args, cta, element);
   const SmallRole& role = plan.role;
   // The last share is the publishing CTA's: its wait for the fence delays it, and if there are fewer
   // items than receivers, it has none.
@@ -65,17 +66,23 @@ HD void small_combine_body(const CombineArgs& args, const Cta& cta, SmallCombine
   // Slots, rows and the epoch come from kernels before this one. ../dispatch.cu explains both calls.
   if constexpr (Config::kPdl) pdl_wait();
   if constexpr (Config::kPdl) pdl_launch_dependents();
-  if (role.sends()) send_rows(args, cta, plan, first, first_row, shared);
+  if (role.sends()) send_rows<Unit>(args, cta, plan, first, first_row, shared);
   if (!role.receives()) return;
   const Round round = this_round(args);
   if (share / plan.parts < args.geometry.num_tokens) {
     find_staged_rows<Config>(args, cta, plan, share / plan.parts, shared.rows[0]);
   }
   if (role.publishes() && !round.has_failed) publish_combined(args, cta, round.epoch, element);
+  receive_rows<Config, Element>(args, cta, plan, share, round, shared);
+}
+
+template <class Config>
+HD void small_combine_body(const CombineArgs& args, const Cta& cta, SmallCombineShared& shared) {
+  const int element = Config::kElement >= 0 ? Config::kElement : args.geometry.element;
   static_assert(kNumElements == 3);
-  if (element == kElementBf16) receive_rows<Config, Bf16>(args, cta, plan, share, round, shared);
-  if (element == kElementFp16) receive_rows<Config, Fp16>(args, cta, plan, share, round, shared);
-  if (element == kElementFp32) receive_rows<Config, Fp32>(args, cta, plan, share, round, shared);
+  if (element == kElementBf16) small_combine_of<Config, Bf16>(args, cta, element, shared);
+  if (element == kElementFp16) small_combine_of<Config, Fp16>(args, cta, element, shared);
+  if (element == kElementFp32) small_combine_of<Config, Fp32>(args, cta, element, shared);
 }
 
 }  // namespace moe_nvlink

@@ -18,18 +18,23 @@
 namespace moe_nvlink {
 
 // A unit of one partial row, which add_tree adds to its sums.
-template <class Element>
+template <class Unit, class Element>
 struct UnitPart {
   using Word = typename Element::Storage;
   static constexpr int kPerWord = 4 / static_cast<int>(sizeof(Word));
-  static constexpr int kWidth = kUnitWords * kPerWord;
+  static constexpr int kWidth = Unit::kDataBytes / static_cast<int>(sizeof(Word));
   static constexpr uint32_t kAbsentWord =
       kPerWord == 2 ? Element::kMinusZero | Element::kMinusZero << 16 : Element::kMinusZero;
   Unit unit;
 
-  HD void set_absent() { unit = pack_unit(kAbsentWord, kAbsentWord, kAbsentWord, 0); }
+  HD void set_absent() {
+    uint32_t data[Unit::kParts];
+    MOE_NVLINK_UNROLL
+    for (uint32_t& part : data) part = kAbsentWord;
+    unit = Unit::pack(data, 0);
+  }
   HD void add_to(float* sums) const {
-    uint32_t data[kUnitWords];
+    uint32_t data[Unit::kParts];
     unit.unpack(data);
     add_words(data, sums);
   }
@@ -42,48 +47,56 @@ struct UnitPart {
   }
 };
 
-// Loads `words` words of the row that is added to a unit's sums: -0.0, which change no sum, after the
-// row's end and if there is no row. aligned: as for store_unit_sums.
-template <class Element>
-HD void load_added(const char* row, int words, bool aligned, uint32_t* data) {
+// Loads what a unit's sums get of the row that is added to them: -0.0, which change no sum, after the
+// row's end and if there is no row. words: of the row. aligned: as for store_unit_sums.
+template <class Unit, class Element>
+HD void load_added(const char* row, const UnitPlace<Unit>& place, int words, bool aligned,
+                   uint32_t* data) {
   MOE_NVLINK_UNROLL
-  for (int i = 0; i < kUnitWords; ++i) data[i] = UnitPart<Element>::kAbsentWord;
+  for (int i = 0; i < Unit::kParts; ++i) data[i] = UnitPart<Unit, Element>::kAbsentWord;
   if (row == nullptr) return;
-  if (aligned) {
-    MOE_NVLINK_UNROLL
-    for (int i = 0; i < kUnitWords; ++i) {
-      if (i < words) data[i] = load_word(reinterpret_cast<const uint32_t*>(row) + i);
-    }
-    return;
-  }
+  const uint32_t* whole = reinterpret_cast<const uint32_t*>(row);
   const uint16_t* halves = reinterpret_cast<const uint16_t*>(row);
+  if constexpr (Unit::kParts > kUnitWords) {
+    if (place.shared < words) data[kUnitWords] = load_word(halves + 2 * place.shared + place.half);
+  }
   MOE_NVLINK_UNROLL
   for (int i = 0; i < kUnitWords; ++i) {
-    if (i >= words) continue;
-    data[i] = load_word(halves + 2 * i) | static_cast<uint32_t>(load_word(halves + 2 * i + 1))
-                                              << 16;
+    const int word = place.first + i;
+    if (word >= words) continue;
+    data[i] = aligned ? load_word(whole + word)
+                      : load_word(halves + 2 * word) |
+                            static_cast<uint32_t>(load_word(halves + 2 * word + 1)) << 16;
   }
 }
 
-// Rounds the sums once and stores `words` words of 4 bytes of them. aligned: the words lie on their
-// boundaries.
-template <class Element>
-HD void store_unit_sums(char* target, const float* sums, int words, bool aligned) {
-  using Part = UnitPart<Element>;
+// Rounds the sums of a unit once and stores them in a row of `words` words of 4 bytes. aligned: the
+// words lie on their boundaries.
+template <class Unit, class Element>
+HD void store_unit_sums(char* row, const UnitPlace<Unit>& place, const float* sums, int words,
+                        bool aligned) {
+  using Part = UnitPart<Unit, Element>;
+  uint32_t* whole = reinterpret_cast<uint32_t*>(row);
+  uint16_t* halves = reinterpret_cast<uint16_t*>(row);
   MOE_NVLINK_UNROLL
   for (int i = 0; i < kUnitWords; ++i) {
-    uint32_t word = Element::from_float(sums[i * Part::kPerWord]);
+    uint32_t value = Element::from_float(sums[i * Part::kPerWord]);
     if constexpr (Part::kPerWord == 2) {
-      word |= static_cast<uint32_t>(Element::from_float(sums[2 * i + 1])) << 16;
+      value |= static_cast<uint32_t>(Element::from_float(sums[2 * i + 1])) << 16;
     }
-    if (i >= words) break;
+    const int word = place.first + i;
+    if (word >= words) continue;
     if (aligned) {
-      store_word(reinterpret_cast<uint32_t*>(target) + i, word);
+      store_word(whole + word, value);
     } else {
-      store_word(reinterpret_cast<uint16_t*>(target) + 2 * i, static_cast<uint16_t>(word));
-      store_word(reinterpret_cast<uint16_t*>(target) + 2 * i + 1,
-                 static_cast<uint16_t>(word >> 16));
+      store_word(halves + 2 * word, static_cast<uint16_t>(value));
+      store_word(halves + 2 * word + 1, static_cast<uint16_t>(value >> 16));
     }
+  }
+  if constexpr (Unit::kParts > kUnitWords) {
+    if (place.shared >= words) return;
+    store_word(halves + 2 * place.shared + place.half,
+               static_cast<uint16_t>(Element::from_float(sums[Part::kWidth - 1])));
   }
 }
 
@@ -164,18 +177,18 @@ HD void count_late(const CombineArgs& args, const SmallPlan& plan, const int32_t
 
 // Waits for the units of every k that `missing` has a bit for. All looks of a turn are on their way
 // together, and each turn looks only at what had not arrived. Returns which have not come in time.
-template <class Element>
+template <class Unit, class Element>
 HD uint32_t await_units(int top_k, const int32_t* rows, int unit, uint32_t missing,
-                        Receiving& receiving, UnitPart<Element>* parts) {
+                        Receiving& receiving, UnitPart<Unit, Element>* parts) {
   const uint32_t mark = mark_of(receiving.epoch);
   Backoff backoff;
   while (true) {
     for_each_unit(receiving, top_k, rows, unit, missing,
-                  [&](int k, const char* place) { parts[k].unit = look_at_unit(place); });
+                  [&](int k, const char* place) { parts[k].unit = look_at_unit<Unit>(place); });
     // Never true. The branch stands between the looks and their use: without it, ptxas would move
     // the last looks behind the wait for the first ones, two trips to memory instead of one.
     if (unknown(missing) == 0) return 0;
-    // P10: a word with the mark has the round's data. If only one of the two words were asked for
+    // P10: a word with the mark has the round's data. If only one word of a TwoMarkUnit were asked for
     // its mark, the other one's data might be zeros.
     MOE_NVLINK_UNROLL
     for (int k = 0; k < top_k; ++k) {
@@ -196,7 +209,8 @@ HD uint32_t await_units(int top_k, const int32_t* rows, int unit, uint32_t missi
 template <class Config, class Element>
 HD bool sum_units(const CombineArgs& args, const SmallPlan& plan, const int32_t* rows, int unit,
                   uint32_t present, Receiving& receiving, float* sum) {
-  using Part = UnitPart<Element>;
+  using Unit = SumUnit<Config, Element>;
+  using Part = UnitPart<Unit, Element>;
   const int top_k = top_k_of<Config>(args.geometry);
   Part parts[Config::kTopKBound];
   PartialRow partial[Config::kTopKBound];  // add_tree asks whether one is null (host)
@@ -205,13 +219,13 @@ HD bool sum_units(const CombineArgs& args, const SmallPlan& plan, const int32_t*
     parts[k].set_absent();
     partial[k].row = (present >> k & 1u) != 0 ? receiving.staging : nullptr;
   }
-  const uint32_t missing = await_units<Element>(top_k, rows, unit, present, receiving, parts);
+  const uint32_t missing = await_units<Unit, Element>(top_k, rows, unit, present, receiving, parts);
   if (missing != 0) {
     report_missing(args, plan, rows, missing, receiving);
     return false;
   }
   for_each_unit(receiving, top_k, rows, unit, present,
-                [](int /*k*/, char* place) { clear_unit(place); });
+                [](int /*k*/, char* place) { clear_unit<Unit>(place); });
   float sums[(Config::kTopKBound + 1) / 2][Part::kWidth];
   add_tree(parts, partial, top_k, sums);
   MOE_NVLINK_UNROLL
@@ -223,8 +237,10 @@ HD bool sum_units(const CombineArgs& args, const SmallPlan& plan, const int32_t*
 template <class Config, class Element>
 HD void combine_part(const CombineArgs& args, const Cta& cta, const SmallPlan& plan, int token,
                      int part, const int32_t* rows, Receiving& receiving) {
-  const uint64_t place = static_cast<uint64_t>(token) * static_cast<uint64_t>(plan.words) * 4;
-  char* output = reinterpret_cast<char*>(args.output + place);
+  using Unit = SumUnit<Config, Element>;
+  using Part = UnitPart<Unit, Element>;
+  const uint64_t offset = static_cast<uint64_t>(token) * static_cast<uint64_t>(plan.words) * 4;
+  char* output = reinterpret_cast<char*>(args.output + offset);
   const bool aligned = (args.output | args.add) % 4 == 0;
   const int top_k = top_k_of<Config>(args.geometry);
   uint32_t present = 0;
@@ -233,13 +249,12 @@ HD void combine_part(const CombineArgs& args, const Cta& cta, const SmallPlan& p
   const Finish finish = finish_of(args);
   const int end = (part + 1) * kPartUnits < plan.units ? (part + 1) * kPartUnits : plan.units;
   for (int unit = part * kPartUnits + cta.thread; unit < end; unit += cta.num_threads) {
-    const int offset = unit * kUnitDataBytes;
-    const int words = plan.words - unit * kUnitWords;
+    const UnitPlace<Unit> place(unit);
     // On its way before the units: it is here when they are.
-    uint32_t added[kUnitWords];
-    load_added<Element>(finish.added_to(output + offset), words, aligned, added);
+    uint32_t added[Unit::kParts];
+    load_added<Unit, Element>(finish.added_to(output), place, plan.words, aligned, added);
     // Without any row the output is zero. After a fault it is NaN, so nobody takes it for a result.
-    float sum[UnitPart<Element>::kWidth];
+    float sum[Part::kWidth];
     MOE_NVLINK_UNROLL
     for (float& value : sum) value = finish.adds ? -0.0f : 0.0f;
     if (present != 0 && !receiving.has_failed) {
@@ -250,11 +265,11 @@ HD void combine_part(const CombineArgs& args, const Cta& cta, const SmallPlan& p
     if (finish.is_needed() && (present != 0 || finish.adds)) {
       MOE_NVLINK_UNROLL
       for (float& value : sum) value *= finish.scale;
-      UnitPart<Element>::add_words(added, sum);
+      Part::add_words(added, sum);
     }
     MOE_NVLINK_UNROLL
     for (float& value : sum) value = receiving.has_failed ? float_of_bits(0x7fc00000u) : value;
-    store_unit_sums<Element>(output + offset, sum, words, aligned);
+    store_unit_sums<Unit, Element>(output, place, sum, plan.words, aligned);
   }
 }
 

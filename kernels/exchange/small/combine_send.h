@@ -39,50 +39,59 @@ HD const char* sent_row(const CombineArgs& args, const SmallPlan& plan, const Se
          static_cast<int64_t>(slot) * plan.words * 4;
 }
 
+// A word of a row. After the end of the row the last one is repeated; nobody reads it.
+HD uint32_t load_row_word(const SmallPlan& plan, const char* row, int word) {
+  const int place = word < plan.words ? word : plan.words - 1;
+  return load_word(reinterpret_cast<const uint32_t*>(row) + place);
+}
+
 // Loads a unit's data.
+template <class Unit>
 HD void load_data(const SmallPlan& plan, const char* row, int unit, uint32_t* data) {
+  const UnitPlace<Unit> place(unit);
   MOE_NVLINK_UNROLL
-  for (int i = 0; i < kUnitWords; ++i) {
-    // After the end of the row the last word is repeated. Nobody reads it.
-    const int word = unit * kUnitWords + i;
-    const int place = word < plan.words ? word : plan.words - 1;
-    data[i] = load_word(reinterpret_cast<const uint32_t*>(row) + place);
+  for (int i = 0; i < kUnitWords; ++i) data[i] = load_row_word(plan, row, place.first + i);
+  if constexpr (Unit::kParts > kUnitWords) {
+    data[kUnitWords] = load_row_word(plan, row, place.shared) >> 16 * place.half;
   }
 }
 
+template <class Unit>
 HD void put_data(const CombineArgs& args, const SmallPlan& plan, const SentPart& sent, int unit,
                  const uint32_t* data, uint32_t epoch) {
   const int slot = rank_in(args.geometry) * args.geometry.max_tokens_per_rank + sent.place;
   char* target = staging_of(args, sent.source, epoch) +
                  (static_cast<int64_t>(slot) * plan.units + unit) * kUnitBytes;
-  put_unit(target, pack_unit(data[0], data[1], data[2], mark_of(epoch)));
+  put_unit(target, Unit::pack(data, mark_of(epoch)));
 }
 
 // Sends this CTA's first part, and returns what the kernels before have left. Which part it is
 // depends on arguments only. So the load of its data does not wait for the count that says whether
 // there is such a row: the places of absent rows are memory too.
+template <class Unit>
 HD Round send_first_part(const CombineArgs& args, const Cta& cta, const SmallPlan& plan,
                          const SentPart& sent, const char* row) {
   const int first_unit = sent.part * kPartUnits;
   const int end = first_unit + kPartUnits < plan.units ? first_unit + kPartUnits : plan.units;
   int unit = first_unit + cta.thread;
-  uint32_t data[kUnitWords];
-  load_data(plan, row, unit < end ? unit : first_unit, data);
+  uint32_t data[Unit::kParts];
+  load_data<Unit>(plan, row, unit < end ? unit : first_unit, data);
   const uint32_t count = load_word(&rows_from(args)[sent.source]);
   const Round round = this_round(args);
   if (round.has_failed || static_cast<uint32_t>(sent.place) >= count) return round;
-  if (unit < end) put_data(args, plan, sent, unit, data, round.epoch);
+  if (unit < end) put_data<Unit>(args, plan, sent, unit, data, round.epoch);
   // Fewer threads than units: on the host.
   MOE_NVLINK_ROLLED
   for (unit += cta.num_threads; unit < end; unit += cta.num_threads) {
-    load_data(plan, row, unit, data);
-    put_data(args, plan, sent, unit, data, round.epoch);
+    load_data<Unit>(plan, row, unit, data);
+    put_data<Unit>(args, plan, sent, unit, data, round.epoch);
   }
   return round;
 }
 
 // Sends this CTA's parts `item`, `item` + senders, ..., kPartsInFlight of them: all loads come
 // before the first store.
+template <class Unit>
 HD void send_parts(const CombineArgs& args, const Cta& cta, const SmallPlan& plan, int item,
                    int num_items, uint32_t epoch, const uint32_t* counts) {
   SentPart sent[kPartsInFlight];
@@ -94,29 +103,31 @@ HD void send_parts(const CombineArgs& args, const Cta& cta, const SmallPlan& pla
     present[i] = here < num_items && static_cast<uint32_t>(sent[i].place) < counts[sent[i].source];
   }
   for (int lane = cta.thread; lane < kPartUnits; lane += cta.num_threads) {
-    uint32_t data[kPartsInFlight][kUnitWords];
+    uint32_t data[kPartsInFlight][Unit::kParts];
     MOE_NVLINK_UNROLL
     for (int i = 0; i < kPartsInFlight; ++i) {
       const int unit = sent[i].part * kPartUnits + lane;
       if (!present[i] || unit >= plan.units) continue;
-      load_data(plan, sent_row(args, plan, sent[i]), unit, data[i]);
+      load_data<Unit>(plan, sent_row(args, plan, sent[i]), unit, data[i]);
     }
     MOE_NVLINK_UNROLL
     for (int i = 0; i < kPartsInFlight; ++i) {
       const int unit = sent[i].part * kPartUnits + lane;
-      if (present[i] && unit < plan.units) put_data(args, plan, sent[i], unit, data[i], epoch);
+      if (present[i] && unit < plan.units)
+        put_data<Unit>(args, plan, sent[i], unit, data[i], epoch);
     }
   }
 }
 
 // Sends this CTA's share of the received rows, of which `first` is the first part.
+template <class Unit>
 HD void send_rows(const CombineArgs& args, const Cta& cta, const SmallPlan& plan,
                   const SentPart& first, const char* first_row, SmallCombineShared& shared) {
   const int num_ranks = num_ranks_in(args.geometry);
   const int items_of_place = num_ranks * plan.parts;
   const int most_items = items_of_place * args.geometry.max_tokens_per_rank;
   if (cta.block >= most_items) return;
-  const Round round = send_first_part(args, cta, plan, first, first_row);
+  const Round round = send_first_part<Unit>(args, cta, plan, first, first_row);
   if (cta.block + plan.role.num_senders >= most_items) return;
   for_each_peer(args, cta, [&](int peer) {
     const uint32_t count = load_word(&rows_from(args)[peer]);
@@ -131,7 +142,7 @@ HD void send_rows(const CombineArgs& args, const Cta& cta, const SmallPlan& plan
   MOE_NVLINK_ROLLED
   for (int item = cta.block + plan.role.num_senders; item < num_items;
        item += kPartsInFlight * plan.role.num_senders) {
-    send_parts(args, cta, plan, item, num_items, round.epoch, shared.counts);
+    send_parts<Unit>(args, cta, plan, item, num_items, round.epoch, shared.counts);
   }
 }
 

@@ -13,8 +13,6 @@
 
 namespace moe_nvlink {
 
-constexpr int kUnitWords = kUnitDataBytes / 4;
-
 // What the first thread of a receiver has waited for units, for the totals. In shared memory, because
 // the units take the registers.
 struct LateUnits {
@@ -31,6 +29,12 @@ struct SmallCombineShared {
   LateUnits late;
 };
 
+// The units that carry rows of these elements: 14 bytes would cut one of 4 bytes.
+template <class Config, class Element>
+using SumUnit =
+    typename UnitWith<sizeof(typename Element::Storage) == 2 ? Config::kUnitDataBytes
+                                                             : TwoMarkUnit::kDataBytes>::Type;
+
 // Sizes of a row, and what the CTA does. From arguments only.
 struct SmallPlan {
   int words;  // of 4 bytes
@@ -39,9 +43,10 @@ struct SmallPlan {
   SmallRole role;
 };
 
+template <class Unit>
 HD SmallPlan small_plan(const CombineArgs& args, const Cta& cta, int element) {
   const int row_bytes = args.geometry.hidden_size * element_bytes(element);
-  const int units = units_of(row_bytes);
+  const int units = units_of<Unit>(row_bytes);
   return SmallPlan{row_bytes / 4, units, (units + kPartUnits - 1) / kPartUnits,
                    small_role(args.senders, cta)};
 }

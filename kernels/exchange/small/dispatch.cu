@@ -142,7 +142,7 @@ HD void publish_expert_counts(const DispatchArgs& args, const Cta& cta, uint32_t
 
 // Receives this rank's rows. CTA F has waited for the combine before; the other receivers wait for
 // it here, so that a rank that is missing since then is named, and not the ranks that wait for it.
-template <class Shared>
+template <class Unit, class Shared>
 HD void receive_round(const DispatchArgs& args, const Cta& cta, const SmallRole& role,
                       const ReceivedShare& share, const ReceivedIds& received,
                       const SmallRound& round, Shared& shared) {
@@ -152,7 +152,7 @@ HD void receive_round(const DispatchArgs& args, const Cta& cta, const SmallRole&
   }
   see_counts(args, cta, role, round.epoch(), shared.faulted != 0, shared);
   cta.sync();  // the counts of all ranks; what was staged to be sent has been read
-  receive_parts(args, cta, share, received, round.epoch(), shared);
+  receive_parts<Unit>(args, cta, share, received, round.epoch(), shared);
   mark_small_slices(args, cta, role, received, shared);
   if (role.publishes() && round.has_pulled != 0 && shared.faulted == 0) {
     await_pulled(args, cta, round.epoch());
@@ -167,9 +167,9 @@ HD void small_dispatch_body(const DispatchArgs& args, const Cta& cta,
     shared.faulted = 0;
     shared.owners = expert_owners(args.geometry);
   }
-  const SentShare sent(role, num_parts(args));
+  const SentShare sent(role, num_parts<RowUnit<Config>>(args));
   cta.sync();  // the owners; faulted is cleared before a thread may set it
-  const ReceivedShare share(args, role);
+  const ReceivedShare share(args, role, num_parts<RowUnit<Config>>(args));
   const ReceivedIds received(args, shared.owners);
   // ../dispatch.cu explains both calls.
   if constexpr (Config::kPdl) pdl_wait();
@@ -185,7 +185,9 @@ HD void small_dispatch_body(const DispatchArgs& args, const Cta& cta,
   if (has_counts && role.publishes() && shared.faulted == 0) {
     publish_expert_counts<Config>(args, cta, round.epoch(), shared);
   }
-  if (role.receives()) receive_round(args, cta, role, share, received, round, shared);
+  if (role.receives()) {
+    receive_round<RowUnit<Config>>(args, cta, role, share, received, round, shared);
+  }
   if (has_counts && role.receives()) {
     receive_expert_counts(args, cta, role.receiver, role.num_receivers, round.epoch(),
                           shared.faulted != 0);

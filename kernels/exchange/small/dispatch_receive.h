@@ -62,8 +62,8 @@ struct ReceivedShare {
   ReceivedRow first;
   ReceivedRow step;
 
-  HD ReceivedShare(const DispatchArgs& args, const SmallRole& role)
-      : parts(num_parts(args)), ep_size(args.geometry.ep_size) {
+  HD ReceivedShare(const DispatchArgs& args, const SmallRole& role, int parts)
+      : parts(parts), ep_size(args.geometry.ep_size) {
     // The last share is CTA F's, which publishes first. If a share is left over, it is this one.
     const int number = role.publishes() ? role.num_receivers - 1 : role.receiver - 1;
     const int columns = role.num_receivers / parts;
@@ -164,14 +164,6 @@ HD int most_rows(const DispatchArgs& args, const Cta& cta, const Shared& shared)
   return static_cast<int>(cta.max_of_lanes<Cta::kExchangeThreads>(most));
 }
 
-// A warp takes a part's units in chunks of its own: as many as a warp of a GPU has lanes, whose bytes
-// are whole pieces. So no warp waits for another one.
-constexpr int kChunkUnits = 32;
-constexpr int kChunkBytes = kChunkUnits * kUnitDataBytes;
-static_assert(kChunkBytes % kPieceBytes == 0 && kPartBytes % kChunkBytes == 0);
-// The first chunk has all ids and weights.
-static_assert(2 * kMaxTopK * 4 <= kChunkBytes);
-
 HD int warp_of(const Cta& cta) {
   return cta.thread / Cta::kWarpThreads;
 }
@@ -180,6 +172,7 @@ HD int lane_of_warp(const Cta& cta) {
 }
 
 // What a warp takes of each of its rows.
+template <class Unit>
 struct ReceivedChunk {
   int first_byte;  // in the packed row
   int bytes;
@@ -187,35 +180,44 @@ struct ReceivedChunk {
   uint32_t row_stride;  // from a slot's units to the next slot's
 
   HD ReceivedChunk(const DispatchArgs& args, int part, int chunk)
-      : first_byte(part * kPartBytes + chunk * kChunkBytes),
-        units(packed_row_at(args, args.geometry.ep_rank, 0, 0) +
-              (static_cast<int64_t>(part) * kPartUnits + chunk * kChunkUnits) * kUnitBytes),
-        row_stride(static_cast<uint32_t>(units_of(static_cast<int>(args.packed_bytes))) *
+      : first_byte(part * kPartBytesOf<Unit> + chunk * kChunkBytes<Unit>),
+        units(packed_row_at<Unit>(args, args.geometry.ep_rank, 0, 0) +
+              static_cast<int64_t>(first_byte / Unit::kDataBytes) * kUnitBytes),
+        row_stride(static_cast<uint32_t>(units_of<Unit>(static_cast<int>(args.packed_bytes))) *
                    kUnitBytes) {
-    const int left = bytes_of_part(args, part) - chunk * kChunkBytes;
-    bytes = left < kChunkBytes ? left : kChunkBytes;
+    const int left = bytes_of_part<Unit>(args, part) - chunk * kChunkBytes<Unit>;
+    bytes = left < kChunkBytes<Unit> ? left : kChunkBytes<Unit>;
   }
 };
 
 // Brings a row's chunk into shared memory and clears its units.
-HD void take_units(const DispatchArgs& args, const Cta& cta, const ReceivedChunk& chunk,
+template <class Unit>
+HD void take_units(const DispatchArgs& args, const Cta& cta, const ReceivedChunk<Unit>& chunk,
                    uint32_t slot, int source, uint32_t epoch, Patience& patience, char* staged) {
   uint32_t* words = reinterpret_cast<uint32_t*>(staged);
+  const int num_words = chunk.bytes / 4;
   char* units = chunk.units + static_cast<uint64_t>(slot) * chunk.row_stride;
   MOE_NVLINK_ROLLED
-  for (int i = lane_of_warp(cta); i < units_of(chunk.bytes); i += Cta::kWarpThreads) {
-    uint32_t data[3] = {0, 0, 0};
+  for (int i = lane_of_warp(cta); i < units_of<Unit>(chunk.bytes); i += Cta::kWarpThreads) {
+    uint32_t data[Unit::kParts] = {};
     Unit unit;
     if (see_unit(units + i * kUnitBytes, mark_of(epoch), patience, unit)) {
-      clear_unit(units + i * kUnitBytes);
+      clear_unit<Unit>(units + i * kUnitBytes);
       unit.unpack(data);
     } else {
       report_fault(args, args.control.dispatch_cells, kFaultTimeout, kPhaseDispatch, source, epoch,
                    patience);
     }
+    const UnitPlace<Unit> place(i);
     MOE_NVLINK_UNROLL
-    for (int word = 0; word < 3; ++word) {
-      if (3 * i + word < chunk.bytes / 4) words[3 * i + word] = data[word];
+    for (int word = 0; word < kUnitWords; ++word) {
+      if (place.first + word < num_words) words[place.first + word] = data[word];
+    }
+    if constexpr (Unit::kParts > kUnitWords) {
+      if (place.shared < num_words) {
+        reinterpret_cast<uint16_t*>(words + place.shared)[place.half] =
+            static_cast<uint16_t>(data[kUnitWords]);
+      }
     }
   }
 }
@@ -263,8 +265,9 @@ HD void lay_out_piece(const DispatchArgs& args, const PieceOrigin& origin, int64
 }
 
 // Stores a row's chunk. `lanes_own`: where the lane's first piece goes.
+template <class Unit>
 HD void store_chunk(const DispatchArgs& args, const Cta& cta, const ReceivedIds& received,
-                    const ReceivedChunk& chunk, const PieceTarget& lanes_own, uint32_t slot,
+                    const ReceivedChunk<Unit>& chunk, const PieceTarget& lanes_own, uint32_t slot,
                     const char* staged) {
   const int first = lane_of_warp(cta);
   MOE_NVLINK_ROLLED
@@ -285,9 +288,9 @@ HD void store_chunk(const DispatchArgs& args, const Cta& cta, const ReceivedIds&
 // Receives a chunk of all rows of this CTA's share. A barrier of the warp stands between what its lanes
 // stage and its use. The next row is staged in the other half, and the one after it in this half again,
 // after a barrier that every lane that still reads this half must pass too.
-template <class Shared>
+template <class Unit, class Shared>
 HD void receive_chunk(const DispatchArgs& args, const Cta& cta, const ReceivedShare& share,
-                      const ReceivedIds& received, const ReceivedChunk& chunk, int most,
+                      const ReceivedIds& received, const ReceivedChunk<Unit>& chunk, int most,
                       uint32_t epoch, Patience& patience, char* staged, const Shared& shared) {
   const PieceTarget lanes_own(args, chunk.first_byte + lane_of_warp(cta) * kPieceBytes);
   int turn = 0;
@@ -296,7 +299,7 @@ HD void receive_chunk(const DispatchArgs& args, const Cta& cta, const ReceivedSh
     if (row.place >= shared.counts[row.source]) continue;
     const uint32_t slot =
         static_cast<uint32_t>(row.source * args.geometry.max_tokens_per_rank + row.place);
-    char* half = staged + turn * kPartBytes;
+    char* half = staged + turn * kPartBytesOf<Unit>;
     take_units(args, cta, chunk, slot, row.source, epoch, patience, half);
     cta.sync_warp();  // the chunk is whole
     store_chunk(args, cta, received, chunk, lanes_own, slot, half);
@@ -305,19 +308,19 @@ HD void receive_chunk(const DispatchArgs& args, const Cta& cta, const ReceivedSh
 }
 
 // Receives this CTA's share.
-template <class Shared>
+template <class Unit, class Shared>
 HD void receive_parts(const DispatchArgs& args, const Cta& cta, const ReceivedShare& share,
                       const ReceivedIds& received, uint32_t epoch, Shared& shared) {
   const int most = most_rows(args, cta, shared);
   Patience patience(args.timeout_ns);
   MOE_NVLINK_ROLLED
   for (int part = share.part; part < share.parts; part += share.part_step) {
-    const int bytes = bytes_of_part(args, part);
+    const int bytes = bytes_of_part<Unit>(args, part);
     MOE_NVLINK_ROLLED
-    for (int chunk = warp_of(cta); chunk * kChunkBytes < bytes;
+    for (int chunk = warp_of(cta); chunk * kChunkBytes<Unit> < bytes;
          chunk += cta.num_threads / Cta::kWarpThreads) {
-      receive_chunk(args, cta, share, received, ReceivedChunk(args, part, chunk), most, epoch,
-                    patience, shared.staged + chunk * kChunkBytes, shared);
+      receive_chunk(args, cta, share, received, ReceivedChunk<Unit>(args, part, chunk), most, epoch,
+                    patience, shared.staged + chunk * kChunkBytes<Unit>, shared);
       cta.sync_warp();  // the last row has been read
     }
   }

@@ -19,14 +19,21 @@ namespace moe_nvlink {
 template <class Config>
 HD void put_units(const DispatchArgs& args, const Cta& cta, const SmallRoute& route,
                   const char* staged, int first_unit, int bytes, uint32_t mark) {
+  using Unit = RowUnit<Config>;
   const int top_k = top_k_of<Config>(args.geometry);
   const uint32_t* words = reinterpret_cast<const uint32_t*>(staged);
   const int num_words = bytes / 4;
-  for (int unit = cta.thread; unit < units_of(bytes); unit += cta.num_threads) {
-    uint32_t data[3];
+  for (int unit = cta.thread; unit < units_of<Unit>(bytes); unit += cta.num_threads) {
+    const UnitPlace<Unit> place(unit);
+    uint32_t data[Unit::kParts];
     MOE_NVLINK_UNROLL
-    for (int i = 0; i < 3; ++i) data[i] = 3 * unit + i < num_words ? words[3 * unit + i] : 0;
-    const Unit packed = pack_unit(data[0], data[1], data[2], mark);
+    for (int i = 0; i < kUnitWords; ++i) {
+      data[i] = place.first + i < num_words ? words[place.first + i] : 0;
+    }
+    if constexpr (Unit::kParts > kUnitWords) {
+      data[kUnitWords] = place.shared < num_words ? words[place.shared] >> 16 * place.half : 0;
+    }
+    const Unit packed = Unit::pack(data, mark);
     const int64_t offset = static_cast<int64_t>(first_unit + unit) * kUnitBytes;
     MOE_NVLINK_UNROLL
     for (int k = 0; k < top_k; ++k) {
@@ -66,15 +73,16 @@ template <class Config, class Shared>
 HD void send_parts_of_tokens(const DispatchArgs& args, const Cta& cta, const SmallRole& role,
                              const SentShare& share, SmallRound& round, Shared& shared) {
   if (share.first.token >= args.geometry.num_tokens) return round.load_state(args, role);
-  const int parts = num_parts(args);
+  using Unit = RowUnit<Config>;
+  const int parts = num_parts<Unit>(args);
   int turn = 0;
   bool is_first = true;
   for (SentItem item = share.first; item.token < args.geometry.num_tokens;
        item = share.after(item, parts)) {
-    char* staged = shared.staged + turn * kPartBytes;
+    char* staged = shared.staged + turn * kPartBytesOf<Unit>;
     SmallRoute& route = shared.routes[turn];
-    const int bytes = bytes_of_part(args, item.part);
-    const int first_byte = item.part * kPartBytes;
+    const int bytes = bytes_of_part<Unit>(args, item.part);
+    const int first_byte = item.part * kPartBytesOf<Unit>;
     const int num_pieces = bytes / kPieceBytes;
     Piece piece = {};
     if (cta.thread < num_pieces) {
@@ -97,7 +105,7 @@ HD void send_parts_of_tokens(const DispatchArgs& args, const Cta& cta, const Sma
     }
     cta.sync();  // the part and its route are whole; the peers' staging is free (P12)
     if (shared.faulted == 0) {
-      put_units<Config>(args, cta, route, staged, item.part * kPartUnits, bytes,
+      put_units<Config>(args, cta, route, staged, first_byte / Unit::kDataBytes, bytes,
                         mark_of(round.epoch()));
     }
     turn = 1 - turn;

@@ -27,6 +27,23 @@ struct SmallRoute {
   uint64_t targets[kMaxTopK];
 };
 
+// The units that carry the rows.
+template <class Config>
+using RowUnit = typename UnitWith<Config::kUnitDataBytes>::Type;
+
+// A warp takes a part's units in chunks of its own: as many as a warp of a GPU has lanes, whose bytes
+// are whole pieces. So no warp waits for another one.
+constexpr int kChunkUnits = 32;
+template <class Unit>
+constexpr int kChunkBytes = kChunkUnits * Unit::kDataBytes;
+template <class Unit>
+constexpr int kPartBytesOf = Unit::kDataBytes == 12 ? kPartBytes : kDensePartBytes;
+static_assert(kPartBytes % kChunkBytes<TwoMarkUnit> == 0 && kChunkBytes<TwoMarkUnit> % 16 == 0);
+static_assert(kDensePartBytes % kChunkBytes<OneMarkUnit> == 0 &&
+              kChunkBytes<OneMarkUnit> % 16 == 0);
+// The first chunk has all ids and weights.
+static_assert(2 * kMaxTopK * 4 <= kChunkBytes<TwoMarkUnit>);
+
 // Two parts of rows: of this item and of the next.
 constexpr int kStagedParts = 2;
 
@@ -43,9 +60,11 @@ struct SmallDispatchShared {
 
 template <class Config>
 using SmallDispatchSharedFor =
-    SmallDispatchShared<Config::kQuantiser == kQuantiserNone ? kStagedParts * kPartBytes
-                                                             : kMaxStagedBytes>;
-static_assert(kStagedParts * kPartBytes <= kMaxStagedBytes);
+    SmallDispatchShared<Config::kQuantiser == kQuantiserNone
+                            ? kStagedParts * kPartBytesOf<RowUnit<Config>>
+                            : kMaxStagedBytes>;
+static_assert(kStagedParts * kPartBytes <= kMaxStagedBytes &&
+              kStagedParts * kDensePartBytes <= kMaxStagedBytes);
 
 // The CTA's warps, or what exchanges values on this platform.
 HD int num_groups(const Cta& cta) {
@@ -67,19 +86,22 @@ HD int num_counting_groups(const DispatchArgs& args, const Cta& cta) {
 }
 
 // Parts of a packed row, and the bytes of one.
+template <class Unit>
 HD int num_parts(const DispatchArgs& args) {
-  return (static_cast<int>(args.packed_bytes) + kPartBytes - 1) / kPartBytes;
+  return (static_cast<int>(args.packed_bytes) + kPartBytesOf<Unit> - 1) / kPartBytesOf<Unit>;
 }
+template <class Unit>
 HD int bytes_of_part(const DispatchArgs& args, int part) {
-  const int left = static_cast<int>(args.packed_bytes) - part * kPartBytes;
-  return left < kPartBytes ? left : kPartBytes;
+  const int left = static_cast<int>(args.packed_bytes) - part * kPartBytesOf<Unit>;
+  return left < kPartBytesOf<Unit> ? left : kPartBytesOf<Unit>;
 }
 
 // The packed row that `source` sends to `place` in its slice of `owner`'s staging.
+template <class Unit>
 HD char* packed_row_at(const DispatchArgs& args, int owner, int source, int place) {
   const int64_t row = static_cast<int64_t>(source) * args.geometry.max_tokens_per_rank + place;
   const int64_t row_bytes =
-      static_cast<int64_t>(units_of(static_cast<int>(args.packed_bytes))) * kUnitBytes;
+      static_cast<int64_t>(units_of<Unit>(static_cast<int>(args.packed_bytes))) * kUnitBytes;
   return region_of(args, owner, args.staging_region) + row * row_bytes;
 }
 

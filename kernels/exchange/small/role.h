@@ -3,13 +3,8 @@
 
 #include "../../include/moe_nvlink/config.h"
 #include "../../include/moe_nvlink/platform.h"
-#include "../../include/moe_nvlink/units.h"
 
 namespace moe_nvlink {
-
-// Units of a part: what the threads of a CTA take of a row at a time.
-constexpr int kPartUnits = kPartBytes / kUnitDataBytes;
-static_assert(kPartBytes % kUnitDataBytes == 0 && kPartBytes % 16 == 0);
 
 // What a CTA does. Senders are CTAs [0, senders), receivers are the others. If there is no such
 // split, all CTAs do all.

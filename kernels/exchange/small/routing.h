@@ -151,9 +151,9 @@ HD void find_route(const DispatchArgs& args, const Cta& cta, const ExpertOwners&
     const int place = static_cast<int>(ids.before.with(cta, range, top_k));
     const bool has_row = owner != kNoSlot && !stays && !ids.own.has_before(range, k, top_k);
     if (lane_of(cta) != 0) continue;
-    route.targets[k] =
-        has_row ? reinterpret_cast<uint64_t>(packed_row_at(args, rank, geometry.ep_rank, place))
-                : 0;
+    route.targets[k] = has_row ? reinterpret_cast<uint64_t>(packed_row_at<RowUnit<Config>>(
+                                     args, rank, geometry.ep_rank, place))
+                               : 0;
     if (writes_slots) {
       store_word(send_slots + k, has_row ? rank * geometry.max_tokens_per_rank + place : kNoSlot);
     }

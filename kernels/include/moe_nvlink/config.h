@@ -14,10 +14,13 @@ constexpr int kRegionAlignment = 256;  // bytes; regions of the workspace start 
 constexpr int kMaxHeadSplits = 8;      // CTAs that share one row of logits
 constexpr int kMaxFinishers = 32;      // CTAs of dispatch that share the work at its end
 
-// Small batches (units.h): the most tokens of a rank, the bytes of a packed row that one CTA stages
-// at a time, and the most bytes of a packed row that a CTA quantises.
+// Small batches (units.h): the most tokens of a rank; the bytes of a packed row that one CTA of
+// dispatch stages at a time, in units with 12 and with 14 bytes of data; the units that one of combine
+// takes at a time; and the most bytes of a packed row that a CTA quantises.
 constexpr int kMaxSmallTokens = 64;
 constexpr int kPartBytes = 3072;
+constexpr int kDensePartBytes = 3136;
+constexpr int kPartUnits = 256;
 constexpr int kMaxStagedBytes = 16384;
 
 // Bits of a cell that hold a count of rows, which is at most 2^24 (epoch_flags.h).
@@ -116,6 +119,8 @@ struct RuntimeConfig {
   static constexpr int kExpertCounts = -1;
   // Whether slots follow the order of the tokens (ordered_slots.h): as kExpertCounts.
   static constexpr int kOrderedSlots = -1;
+  // Bytes of data of the units that carry rows: 12, or 14, as on the host.
+  static constexpr int kUnitDataBytes = 14;
 };
 
 }  // namespace moe_nvlink

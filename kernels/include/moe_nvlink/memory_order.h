@@ -63,6 +63,25 @@ HD void load_words_relaxed_sys(const uint64_t* address, uint64_t& first, uint64_
   MOE_NVLINK_HOST_ONLY(first = load_relaxed_sys(address); second = load_relaxed_sys(address + 1);)
 }
 
+// One word of 16 aligned bytes, of which `second` is the upper half. P10 says what is known of its
+// arriving as a whole. The host has no such word: there `second` is stored last, and loaded first, and
+// who finds it finds `first` too.
+HD void store_long_word_relaxed_sys(uint64_t* address, uint64_t first, uint64_t second) {
+  MOE_NVLINK_DEVICE_ONLY(asm volatile("{\n\t.reg .b128 word;\n\tmov.b128 word, {%1, %2};\n\t"
+                                      "st.relaxed.sys.global.b128 [%0], word;\n\t}" : : "l"(
+                                          __cvta_generic_to_global(address)),
+                                      "l"(first), "l"(second) : "memory");)
+  MOE_NVLINK_HOST_ONLY(store_relaxed_sys(address, first); store_release_sys(address + 1, second);)
+}
+
+HD void load_long_word_relaxed_sys(const uint64_t* address, uint64_t& first, uint64_t& second) {
+  MOE_NVLINK_DEVICE_ONLY(
+      asm volatile("{\n\t.reg .b128 word;\n\tld.relaxed.sys.global.b128 word, [%2];\n\t"
+                   "mov.b128 {%0, %1}, word;\n\t}" : "=l"(first),
+                   "=l"(second) : "l"(__cvta_generic_to_global(address)) : "memory");)
+  MOE_NVLINK_HOST_ONLY(second = load_acquire_sys(address + 1); first = load_relaxed_sys(address);)
+}
+
 // Adds without order, to hand out numbers.
 HD uint32_t fetch_add_relaxed_gpu(uint32_t* address, uint32_t value) {
   MOE_NVLINK_DEVICE_ONLY(uint32_t before;

@@ -235,7 +235,7 @@ def test_a_rank_that_sends_rows_and_no_counts(monkeypatch: pytest.MonkeyPatch) -
 #: Each line, and what stands in its place: what no round may do.
 MISTAKES = {
     "counters are not cleared": ("  store_relaxed_gpu(counter, 0);\n", ""),
-    "units are not cleared": ("        clear_unit(place);\n", ""),
+    "units are not cleared": ("        clear_unit<TwoMarkUnit>(place);\n", ""),
     "an id counts once": ("if (target != kNoSlot) count_choice", "if (k == 0) count_choice"),
 }
 

@@ -79,7 +79,7 @@ PLACES = (
         "between rows",
         (
             "    TokenRoute& route = shared.routes[turn];\n    if (token == cta.block) await",
-            "  store_words_relaxed_sys(reinterpret_cast<uint64_t*>(target),\n",
+            "  Unit::store(reinterpret_cast<uint64_t*>(target),\n",
         ),
         2,
     ),

@@ -225,8 +225,8 @@ def library_path(ptx: str, *, races: bool = False, clock: bool = False) -> Path:
 
     def build(target: Path) -> None:
         header = str(_precompiled_header(flags)).removesuffix(".gch")
-        # The library names the runtime that it needs by its path.
-        needs = ("-include", header, "-Wl,--no-as-needed", str(runtime))
+        # The library names the runtime that it needs by its path. Words of 16 bytes need libatomic.
+        needs = ("-include", header, "-Wl,--no-as-needed", str(runtime), "-latomic")
         host.compile_text(text, target, (*flags, *needs))
 
     key = "\0".join(("ptx", _compiler(), str(runtime), *flags, text))

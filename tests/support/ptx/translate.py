@@ -25,7 +25,7 @@ _SPECIAL = {
     "%clock": "static_cast<uint32_t>(timer_ns(t))",
     "WARP_SZ": "32u",
 }
-_REGISTER_FILES = {8: "d", 4: "w", 2: "h", 1: "p"}
+_REGISTER_FILES = {16: "q", 8: "d", 4: "w", 2: "h", 1: "p"}
 _CLASSES = {
     "kMemory": ("ld", "ldu", "st", "atom", "red"),
     "kMeeting": ("bar", "barrier", "shfl", "redux", "vote", "match", "elect", "griddepcontrol"),

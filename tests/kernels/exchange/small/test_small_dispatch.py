@@ -142,7 +142,7 @@ def staging(layer: MoeAllToAll) -> bytes:
     geometry = args.geometry
     first = args.window_base + geometry.ep_rank * args.rank_stride + 256 * args.staging_region
     rows = geometry.ep_size * geometry.max_tokens_per_rank
-    return ctypes.string_at(first, rows * staged_bytes(args.packed_bytes))
+    return ctypes.string_at(first, rows * staged_bytes(args.packed_bytes, 14))
 
 
 #: Layers of one workspace: two for small batches, of different geometry, and one for others.
@@ -224,14 +224,14 @@ def broken(
 
 
 def test_a_unit_that_is_not_cleared_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken(monkeypatch, "      clear_unit(units + i * kUnitBytes);\n", "", LAYER)
+    broken(monkeypatch, "      clear_unit<Unit>(units + i * kUnitBytes);\n", "", LAYER)
     with pytest.raises(Exception, match="has left a unit"):
         check_turns(40)
 
 
 MUTANTS = {
     "slots": ("counts[turn] && tokens[turn].has", "counts[turn] && !tokens[turn].has"),
-    "parts": ("constexpr int kPartUnits = kPartBytes /", "constexpr int kPartUnits = 8 +"),
+    "parts": ("kPartBytesOf<Unit> + chunk", "kPartBytesOf<Unit> * 2 + chunk"),
     "ids": ("const bool keeps = received.keeps(args, id);", "const bool keeps = true;"),
     "empty": ("int word = filled + column", "int word = filled + 1 + column"),
 }

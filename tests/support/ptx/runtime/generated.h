@@ -8,6 +8,10 @@
 
 using namespace ptx;
 
+// Words of 16 bytes (.b128): registers, and ordered accesses of them.
+using uint128_t = unsigned __int128;
+using int128_t = __int128;
+
 #define PTX_EXPORT extern "C" __attribute__((visibility("default")))
 
 #if PTX_CLOCK
