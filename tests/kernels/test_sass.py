@@ -309,11 +309,11 @@ def adds_what_flies(build: Build, code: Code) -> None:
     parts = 4 if build.units == "14" and build.dtype != "fp32" else 3
     look = code.names.index("LDG.E.128.STRONG.SYS")
     loads = [i for i in code.places(r"LDG\.E(\.U16)?$") if i < look][-parts:]
-    assert loads[-1] - loads[0] < 4 * parts - 4
-    loaded = set().union(*(code.listing[i].loaded() for i in loads))
-    assert len(loaded) == parts
-    between = [code.listing[i] for i in range(loads[0], look) if i not in loads]
-    assert not [one for one in between if one.registers() & loaded]
+    assert loads[-1] - loads[0] < 6 * parts
+    loaded = {i: code.listing[i].loaded() for i in loads}
+    assert len(set().union(*loaded.values())) == parts
+    for i, mine in loaded.items():
+        assert not [one for one in code.listing[i + 1 : look] if one.registers() & mine]
 
 
 def divides_before_wait(_build: Build, code: Code) -> None:

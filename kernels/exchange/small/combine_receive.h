@@ -55,19 +55,28 @@ HD void load_added(const char* row, const UnitPlace<Unit>& place, int words, boo
   MOE_NVLINK_UNROLL
   for (int i = 0; i < Unit::kParts; ++i) data[i] = UnitPart<Unit, Element>::kAbsentWord;
   if (row == nullptr) return;
-  const uint32_t* whole = reinterpret_cast<const uint32_t*>(row);
   const uint16_t* halves = reinterpret_cast<const uint16_t*>(row);
-  if constexpr (Unit::kParts > kUnitWords) {
-    if (place.shared < words) data[kUnitWords] = load_word(halves + 2 * place.shared + place.half);
+  const auto load_half = [&] {
+    if constexpr (Unit::kParts > kUnitWords) {
+      if (place.shared >= words) return;
+      data[kUnitWords] = load_word(halves + 2 * place.shared + place.half);
+    }
+  };
+  if (aligned) {
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < kUnitWords; ++i) {
+      const int word = place.first + i;
+      if (word < words) data[i] = load_word(reinterpret_cast<const uint32_t*>(row) + word);
+    }
+    return load_half();
   }
+  const uint16_t* first = halves + 2 * place.first;
   MOE_NVLINK_UNROLL
   for (int i = 0; i < kUnitWords; ++i) {
-    const int word = place.first + i;
-    if (word >= words) continue;
-    data[i] = aligned ? load_word(whole + word)
-                      : load_word(halves + 2 * word) |
-                            static_cast<uint32_t>(load_word(halves + 2 * word + 1)) << 16;
+    if (place.first + i >= words) continue;
+    data[i] = load_word(first + 2 * i) | static_cast<uint32_t>(load_word(first + 2 * i + 1)) << 16;
   }
+  load_half();
 }
 
 // Rounds the sums of a unit once and stores them in a row of `words` words of 4 bytes. aligned: the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin.choices import Choices
 from moe_nvlink_plugin.errors import DriverError, PeerError
 from moe_nvlink_plugin.exchange import small_batches
 from moe_nvlink_plugin.exchange.small_batches import with_small_tokens
@@ -35,10 +36,11 @@ def nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_as_many_as_they_gain_for() -> None:
-    assert limits(H200_SMS) == (32, 10)
+    assert limits(H200_SMS) == (32, 13)
+    assert limits(H200_SMS, tuning=Choices(unit_data_bytes=12)) == (32, 10)
     assert limits(16) == (4, 1)
-    # Two ranks send a quarter of the rows; these limits were measured as 40 and 12.
-    assert limits(66, ep_size=2) == (32, 14)
+    # Two ranks send a quarter of the rows; measured as 40 and 12 with units of 12 bytes.
+    assert limits(66, ep_size=2) == (32, 17)
     assert limits(0) == (0, 0)
 
 
@@ -58,8 +60,8 @@ def test_units_carry_whole_words() -> None:
     assert limits(H200_SMS, small_tokens=16, recipe="fp8_tensor", hidden_size=7170) == (0, 16)
     assert limits(H200_SMS, small_tokens=16, recipe="mxfp8", hidden_size=2880) == (0, 16)
     assert limits(H200_SMS, small_tokens=16, recipe="nvfp4", hidden_size=2880)[0] == 16
-    assert limits(H200_SMS, extra_payload_bytes=(4, 5)) == (0, 10)
-    assert limits(H200_SMS, extra_payload_bytes=(4, 8)) == (32, 10)
+    assert limits(H200_SMS, extra_payload_bytes=(4, 5)) == (0, 13)
+    assert limits(H200_SMS, extra_payload_bytes=(4, 8)) == (32, 13)
     assert limits(0, extra_payload_bytes=(5,)) == (0, 0)
     assert limits(0, small_tokens=0, small_combine_tokens=4, extra_payload_bytes=(5,)) == (0, 0)
     assert limits(0, small_tokens=9, recipe="bytes_14335", combine="bf16") == (0, 9)
@@ -74,7 +76,7 @@ def test_what_is_asked_for_and_does_not_hold_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     small_batches._say_once.cache_clear()
-    assert limits(H200_SMS, extra_payload_bytes=(4, 5)) == (0, 10)  # nobody asked
+    assert limits(H200_SMS, extra_payload_bytes=(4, 5)) == (0, 13)  # nobody asked
     limits(0, small_tokens=16, extra_payload_bytes=(4, 4))
     assert not caplog.messages
     for _ in range(2):

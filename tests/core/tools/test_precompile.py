@@ -65,9 +65,9 @@ def test_geometries_with_formats() -> None:
         ("dispatch", 8, 0, 0, 0, 0, 1),
         ("dispatch", 8, 0, 1, 0, 0, 1),
         ("combine", 8, 0, 2, 1),
-        ("small_dispatch", 8, 0, 0, 0, 1),
-        ("small_dispatch", 8, 0, 1, 0, 1),
-        ("small_combine", 8, 0, 1),
+        ("small_dispatch", 8, 0, 0, 0, 14, 1),
+        ("small_dispatch", 8, 0, 1, 0, 14, 1),
+        ("small_combine", 8, 0, 14, 1),
         ("meet", 1),
     ]
 
