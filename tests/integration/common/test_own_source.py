@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from moe_nvlink_plugin.integration.sglang import compat as of_sglang
 from moe_nvlink_plugin.integration.vllm import compat as of_vllm
 
 ROOT = Path(__file__).resolve().parents[3]
+COMPATS: dict[str, Any] = {"vLLM": of_vllm, "SGLang": of_sglang, "FlashInfer": of_flashinfer}
 ADAPTER = {
     "": '"""An adapter."""\n',
     "base": (
@@ -235,12 +237,61 @@ def test_a_worker_parses_only_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> 
     assert not read & {"choices", "metrics", "plugin.graphs"}, "they spell no name of vLLM"
 
 
-def test_every_module_that_a_list_names_is_there() -> None:
+def imported(path: Path) -> set[str]:
+    """Dotted names of modules, and of what is taken out of them."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            package = (
+                f"{'.' * node.level}{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            )
+            found |= {f"{package}{alias.name}" for alias in node.names}
+    return found
+
+
+def test_neither_adapter_imports_the_other() -> None:
+    """Nor the other's framework: each is installed where the other's framework is missing."""
+    for folder, other in (("sglang", "vllm"), ("vllm", "sglang")):
+        names = {path: imported(path) for path in (ROOT / "integration" / folder).rglob("*.py")}
+        assert any(one.startswith(folder) for found in names.values() for one in found)
+        for path, found in names.items():
+            assert not [one for one in found if other in one.split(".")], path
+
+
+def test_only_its_own_adapter_imports_flashinfer() -> None:
+    """In servers its kernels are reached through the framework's choice of experts, or not at all.
+
+    SGLang leaves it to the dispatcher to quantise rows, and to lay out scales, for FlashInfer.
+    """
+    but = {ROOT / "integration/sglang/moe/experts_input.py"}
+    but.update((ROOT / "integration/flashinfer").glob("*.py"))
+    for folder in ("moe_nvlink_plugin", "integration"):
+        for path in set((ROOT / folder).rglob("*.py")) - but:
+            assert not [one for one in imported(path) if one.split(".")[0] == "flashinfer"], path
+
+
+@pytest.mark.parametrize("framework", COMPATS)
+def test_every_module_that_a_list_names_is_there(framework: str) -> None:
     """Each list, table of features and table of bases: an entry without effect is a mistake."""
-    for compat in (of_vllm, of_sglang, of_flashinfer):
-        rules, texts = compat.RULES, modules_of(compat.RULES.package)
-        rooms = {name.rpartition(".")[0] for name in texts}
-        assert set(rules.by_hand) <= set(texts)
-        assert {*rules.features, *rules.devices} <= {*texts, *rooms}
-        for cls in rules.bases:
-            assert any(f"\nclass {cls}" in text for text in texts.values()), cls
+    rules, texts = COMPATS[framework].RULES, modules_of(COMPATS[framework].RULES.package)
+    rooms = {name.rpartition(".")[0] for name in texts}
+    assert set(rules.by_hand) <= set(texts)
+    assert {*rules.features, *rules.devices} <= {*texts, *rooms}
+    for cls in rules.bases:
+        assert any(f"\nclass {cls}" in text for text in texts.values()), cls
+
+
+@pytest.mark.parametrize("framework", COMPATS)
+def test_every_name_that_we_replace_has_a_reason(framework: str) -> None:
+    """`why` begins with our module's name."""
+    replaced = [one for one in COMPATS[framework].touched() if one.kind == "patch"]
+    assert [one for one in replaced if not one.why.partition(": ")[2]] == []
+
+
+@pytest.mark.parametrize("framework", COMPATS)
+def test_the_tables_of_versions_say_what_was_done(framework: str) -> None:
+    """README's what is supported, and the integrations' how that is known."""
+    row = f"| {framework} | {COMPATS[framework].supported_versions()} |"
+    pages = {"README.md": f"{row.rpartition(' | ')[0]} |", "integration/README.md": row}
+    for page, wanted in pages.items():
+        assert wanted in (ROOT / page).read_text(encoding="utf-8").splitlines()
