@@ -128,12 +128,12 @@ def served(rank: int, ep_size: int, ranks: Ranks) -> dict[str, Any]:
     """Rounds of both layers, of which each must be right, with moves between them."""
     features.add(cpu_layers.MovableExperts())
     pool = vllm_experts.join_as(ranks)
-    weights, runners = [Weights(layer) for layer in range(NUM_LAYERS)], []
-    for number, one in enumerate(weights):
-        layer = vllm_experts.make_layer(rank, ep_size, redundant=REDUNDANT, name=f"layer {number}")
-        one.load(layer)
-        layer.quant_method.process_weights_after_loading(layer)
-        runners.append(Runner(layer))
+    weights = [Weights(layer) for layer in range(NUM_LAYERS)]
+    layers = [
+        vllm_experts.loaded(rank, ep_size, one, redundant=REDUNDANT, name=f"layer {number}")
+        for number, one in enumerate(weights)
+    ]
+    runners = [Runner(layer) for layer in layers]
     state = balancer(runners, ep_size)
     (model_state,) = state.model_states.values()
     watch = moves.Moves(ranks)

@@ -40,8 +40,6 @@ from tests.integration.vllm.moe import vllm_experts
 from tests.integration.vllm.moe.vllm_experts import NUM_EXPERTS, Weights, tokens
 from tests.integration.vllm.moe.vllm_layer import parallel_of
 
-pytestmark = pytest.mark.usefixtures("environment")
-
 T = TypeVar("T")
 OLD, NEW = 2, 3
 PER_RANK = NUM_EXPERTS // OLD
@@ -71,13 +69,10 @@ def test_a_rank_that_joins_pairs_with_those_that_serve(monkeypatch: pytest.Monke
 
     def loaded(rank: int, size: int) -> list[Any]:
         redundant = PER_RANK * size - NUM_EXPERTS
-        made = []
-        for number, one in enumerate(weights):
-            layer = vllm_experts.make_layer(rank, size, redundant=redundant, name=f"layer {number}")
-            one.load(layer)
-            layer.quant_method.process_weights_after_loading(layer)
-            made.append(layer)
-        return made
+        return [
+            vllm_experts.loaded(rank, size, one, redundant=redundant, name=f"layer {number}")
+            for number, one in enumerate(weights)
+        ]
 
     def check(mine: list[Any], rank: int, size: int) -> None:
         """A round of each layer; every physical expert is a copy of a logical one."""

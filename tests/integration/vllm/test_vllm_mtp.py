@@ -59,8 +59,6 @@ from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.integration.vllm.vllm_config import config_with_us
 from tests.support.refusals import refused
 
-pytestmark = pytest.mark.usefixtures("environment")
-
 #: Not divisible by 16 times any group; the head has rows of padding behind it, which are large.
 VOCAB, HIDDEN, MOST_ROWS = 100, 32, 6
 CPU = torch.device("cpu")
@@ -754,30 +752,28 @@ def test_auto_is_the_cost_rules_choice_among_sizes_that_divide(
     assert 0 < plan.crossover < MOST_ROWS
 
 
-class Answers:
-    """A group whose other ranks pass what a test says."""
-
-    rank = 0
-
-    def __init__(self, *others: Any) -> None:
-        self.size, self._others = 1 + len(others), others
-
-    def all_gather_object(self, mine: Any) -> list[Any]:
-        return [mine, *self._others]
+def _told_by(*others: Any) -> Ranks:
+    """Ranks of which the others pass what a test says."""
+    return Ranks(
+        SimpleNamespace(all_gather_object=lambda mine: [mine, *others]),
+        0,
+        1 + len(others),
+        choices.WORDING,
+    )
 
 
 def test_ranks_with_different_plans_are_told() -> None:
     plan = plan_of(_vllm_config(2), VOCAB, 2, CPU)
-    same = ranks_of(Answers(plan))
+    same = _told_by(plan)
     assert draft_head.agree(plan, same) == plan
     problem = "ConfigError: MOE_NVLINK_TIMEOUT_S='soon' is no number of seconds"
     with pytest.raises(PeerError, match="rank 1: ConfigError: MOE_NVLINK_TIMEOUT_S='soon'"):
-        draft_head.agree(plan, ranks_of(Answers(problem)))
+        draft_head.agree(plan, _told_by(problem))
     with pytest.raises(ConfigError, match="mine"):
         draft_head.agree(ConfigError("mine"), same)
     other = plan._replace(crossover=3)
     with pytest.raises(DisagreementError, match=r"rank 0: .*crossover=None.*rank 1: .*crossover=3"):
-        draft_head.agree(plan, ranks_of(Answers(other)))
+        draft_head.agree(plan, _told_by(other))
 
 
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Ranks:
@@ -917,6 +913,9 @@ def _told(vllm_config: Any) -> list[str]:
     return list(drafts.problems(vllm_config, choices.options_of(vllm_config)))
 
 
+TP2 = {"tensor_parallel_size": 2}
+
+
 @pytest.mark.parametrize("size", [1, 2, 4, "auto"])
 def test_a_good_configuration_passes(size: int | str) -> None:
     assert _told(_vllm_config(size)) == []
@@ -927,14 +926,8 @@ def test_a_good_configuration_passes(size: int | str) -> None:
     [
         (_vllm_config(3), ["mtp_lm_head_tp_size=3", "--data-parallel-size 4", "one of 2, 4"]),
         (_vllm_config(8), ["mtp_lm_head_tp_size=8", "--data-parallel-size 4"]),
-        (
-            _vllm_config(parallel={"tensor_parallel_size": 2}),
-            ["--tensor-parallel-size 2", "to 1"],
-        ),
-        (
-            _vllm_config("auto", parallel={"tensor_parallel_size": 2}),
-            ["--tensor-parallel-size 2"],
-        ),
+        (_vllm_config(parallel=TP2), ["--tensor-parallel-size 2", "to 1"]),
+        (_vllm_config("auto", parallel=TP2), ["--tensor-parallel-size 2"]),
         (_vllm_config(speculative_config=None), ["there is none", "--speculative-config"]),
         (_vllm_config(speculative={"method": "eagle3"}), ["there is none"]),
         (

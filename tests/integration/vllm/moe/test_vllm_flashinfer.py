@@ -23,7 +23,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import config as moe_config
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
@@ -35,10 +34,11 @@ from moe_nvlink_plugin.testing import run_ranks
 from tests.integration.common.framework_wheels import left_out
 from tests.integration.vllm.moe.test_vllm_quantised import ONE, TENSOR_SCALE, fp8, mxfp8, nvfp4
 from tests.integration.vllm.moe.vllm_layer import (
+    computed,
     config_of,
     expert_map_of,
+    moe_config_of,
     parallel_of,
-    take_cuda_branches,
 )
 from tests.support import flashinfer_wheel, wheels
 
@@ -89,14 +89,10 @@ def mxfp4_weights() -> Any:
 
 CUTLASS_CLASS = "flashinfer_cutlass_moe:FlashInferExperts"
 CUTLASS_CALL = f"{CUTLASS}:flashinfer_cutlass_fused_moe"
-FP8_CLASS, FP8_CALL = (
-    "trtllm_fp8_moe:TrtLlmFp8ExpertsModular",
-    ("flashinfer.fused_moe:trtllm_fp8_block_scale_routed_moe"),
-)
-FP4_CLASS, FP4_CALL = (
-    "trtllm_nvfp4_moe:TrtLlmNvFp4ExpertsModular",
-    ("flashinfer.fused_moe:trtllm_fp4_block_scale_routed_moe"),
-)
+FP8_CLASS = "trtllm_fp8_moe:TrtLlmFp8ExpertsModular"
+FP8_CALL = "flashinfer.fused_moe:trtllm_fp8_block_scale_routed_moe"
+FP4_CLASS = "trtllm_nvfp4_moe:TrtLlmNvFp4ExpertsModular"
+FP4_CALL = "flashinfer.fused_moe:trtllm_fp4_block_scale_routed_moe"
 MXFP4_CLASS = "trtllm_mxfp4_moe:TrtLlmMxfp4ExpertsModular"
 MXFP4_CALL = "flashinfer:trtllm_fp4_block_scale_routed_moe"
 UNQUANTISED = moe_config.FUSED_MOE_UNQUANTIZED_CONFIG
@@ -135,8 +131,7 @@ def flashinfer() -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
-def cuda_branches(monkeypatch: pytest.MonkeyPatch, environment: None) -> Iterator[None]:
-    take_cuda_branches(monkeypatch.setattr)
+def as_on_cuda(cuda_branches: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: "cpu")
     with set_current_vllm_config(VllmConfig()):
         yield
@@ -144,18 +139,14 @@ def cuda_branches(monkeypatch: pytest.MonkeyPatch, environment: None) -> Iterato
 
 def experts_of(case: Case, rank: int) -> Any:
     module, name = case.experts.split(":")
-    first, end = local_expert_range(NUM_EXPERTS, EP_SIZE, rank)
-    config = moe_config.FusedMoEConfig(
+    config = moe_config_of(
+        EP_SIZE,
+        rank,
+        NUM_EXPERTS // EP_SIZE,
         num_experts=NUM_EXPERTS,
         experts_per_token=TOP_K,
         hidden_dim=HIDDEN_SIZE,
         intermediate_size=INTERMEDIATE_SIZE,
-        num_local_experts=end - first,
-        num_logical_experts=NUM_EXPERTS,
-        activation=MoEActivation.SILU,
-        device="cpu",
-        routing_method=moe_config.RoutingMethodType.Renormalize,
-        moe_parallel_config=parallel_of(EP_SIZE, rank),
         in_dtype=torch.bfloat16,
         max_num_tokens=CAPACITY,
     )
@@ -259,17 +250,10 @@ class Layer:
     def __call__(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         _OF_THREAD.layer = self
         local = NUM_EXPERTS // EP_SIZE
-        result: torch.Tensor = self.kernel.impl.apply(
-            hidden_states=hidden,
-            w1=torch.zeros(local, 2 * INTERMEDIATE_SIZE, HIDDEN_SIZE // 2, dtype=torch.uint8),
-            w2=torch.zeros(local, HIDDEN_SIZE, INTERMEDIATE_SIZE // 2, dtype=torch.uint8),
-            topk_ids=ids,
-            topk_weights=torch.ones(ids.shape),
-            activation=MoEActivation.SILU,
-            global_num_experts=NUM_EXPERTS,
-            expert_map=self.expert_map,
-        )
-        return result
+        w1 = torch.zeros(local, 2 * INTERMEDIATE_SIZE, HIDDEN_SIZE // 2, dtype=torch.uint8)
+        w2 = torch.zeros(local, HIDDEN_SIZE, INTERMEDIATE_SIZE // 2, dtype=torch.uint8)
+        work = hidden, ids, torch.ones(ids.shape)
+        return computed(self.kernel, w1, w2, work, self.expert_map, num_experts=NUM_EXPERTS)
 
 
 def _run(group: Any, case: Case) -> tuple[Layer, torch.Tensor, torch.Tensor]:
