@@ -213,40 +213,37 @@ def test_a_client_waits_for_the_first_token() -> None:
     assert asking.cut == 3
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """Those of before are there again after the test."""
-    before = {one: signal.getsignal(one) for one in SIGNALS}
-    yield
-    for one, handler in before.items():
-        signal.signal(one, handler)
-
-
-@pytest.mark.usefixtures("handlers")
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_end_the_demo_in_order(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {one: signal.getsignal(one) for one in numbers}
     monkeypatch.setattr(demo, "run", lambda *_: signal.raise_signal(number))
-    # As a script's background job has it; and no nohup.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    assert demo.main([]) == demo.EXIT_INTERRUPTED
+    try:
+        # As a script's background job has it; and no nohup.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert demo.main([]) == demo.EXIT_INTERRUPTED
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
-@pytest.mark.usefixtures("handlers")
 def test_the_demo_outlives_a_hangup_under_nohup(monkeypatch: pytest.MonkeyPatch) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def run(*_arguments: object) -> list[str]:
         signal.raise_signal(signal.SIGHUP)
         return []
 
     monkeypatch.setattr(demo, "run", run)
-    assert demo.main([]) == 0
+    try:
+        assert demo.main([]) == 0
+    finally:
+        for one, handler in {**before, signal.SIGHUP: hangup}.items():
+            signal.signal(one, handler)
 
 
 # A stand-in for a server: a leader that ignores SIGTERM, a child, and shared memory of the child.
