@@ -19,6 +19,7 @@ from moe_nvlink_plugin.integration.common.own_source import Base, Reader, Rules,
 from moe_nvlink_plugin.integration.flashinfer import compat as of_flashinfer
 from moe_nvlink_plugin.integration.sglang import compat as of_sglang
 from moe_nvlink_plugin.integration.vllm import compat as of_vllm
+from tests.architecture.test_import_arrows import OURS, names_imported
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPATS: dict[str, Any] = {"vLLM": of_vllm, "SGLang": of_sglang, "FlashInfer": of_flashinfer}
@@ -237,37 +238,26 @@ def test_a_worker_parses_only_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> 
     assert not read & {"choices", "metrics", "plugin.graphs"}, "they spell no name of vLLM"
 
 
-def imported(path: Path) -> set[str]:
-    """Dotted names of modules, and of what is taken out of them."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            package = (
-                f"{'.' * node.level}{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            )
-            found |= {f"{package}{alias.name}" for alias in node.names}
-    return found
+def importers(framework: str) -> set[str]:
+    """Modules of ours that import the framework or anything of it."""
+    return {
+        module
+        for module, path in OURS.files.items()
+        for _line, name in names_imported(path, module)
+        if name.split(".")[0] == framework
+    }
 
 
-def test_neither_adapter_imports_the_other() -> None:
-    """Nor the other's framework: each is installed where the other's framework is missing."""
-    for folder, other in (("sglang", "vllm"), ("vllm", "sglang")):
-        names = {path: imported(path) for path in (ROOT / "integration" / folder).rglob("*.py")}
-        assert any(one.startswith(folder) for found in names.values() for one in found)
-        for path, found in names.items():
-            assert not [one for one in found if other in one.split(".")], path
-
-
-def test_only_its_own_adapter_imports_flashinfer() -> None:
-    """In servers its kernels are reached through the framework's choice of experts, or not at all.
+@pytest.mark.parametrize("framework", ["vllm", "sglang", "flashinfer"])
+def test_only_its_own_adapter_imports_a_framework(framework: str) -> None:
+    """Each is installed where the others' frameworks are missing. In servers FlashInfer's kernels
+    are reached through the framework's choice of experts, or not at all.
 
     SGLang leaves it to the dispatcher to quantise rows, and to lay out scales, for FlashInfer.
     """
-    but = {ROOT / "integration/sglang/moe/experts_input.py"}
-    but.update((ROOT / "integration/flashinfer").glob("*.py"))
-    for folder in ("moe_nvlink_plugin", "integration"):
-        for path in set((ROOT / folder).rglob("*.py")) - but:
-            assert not [one for one in imported(path) if one.split(".")[0] == "flashinfer"], path
+    others = importers(framework) - {"moe_nvlink_plugin.integration.sglang.moe.experts_input"}
+    assert others, "of its own"
+    assert all(one.startswith(f"moe_nvlink_plugin.integration.{framework}") for one in others)
 
 
 @pytest.mark.parametrize("framework", COMPATS)

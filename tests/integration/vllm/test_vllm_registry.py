@@ -32,6 +32,12 @@ from tests.integration.vllm.vllm_registry import Factory, OpenParallelConfig, Re
 
 EP_SIZE = 2
 ASKED = {KEY: BACKEND}
+#: What a factory is asked with, beside a layer's configuration and a manager.
+OTHERS: dict[str, Any] = {
+    **dict.fromkeys(("quant_config", "routing_tables")),
+    **dict.fromkeys(("use_monolithic", "eep_stage"), False),
+    "allow_new_interface": True,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -176,14 +182,7 @@ def test_what_a_factory_cannot_make_is_refused(
             _by_name(layer, manager, **given)
         layer.moe_config.skip_final_all_reduce = True
         with pytest.raises(UnsupportedError, match="Inkling"):
-            factory.create(
-                None,
-                moe=layer.moe_config,
-                all2all_manager=manager,
-                **dict.fromkeys(("quant_config", "routing_tables")),
-                **dict.fromkeys(("use_monolithic", "eep_stage"), False),
-                allow_new_interface=True,
-            )
+            factory.create(None, moe=layer.moe_config, all2all_manager=manager, **OTHERS)
 
     run_ranks(EP_SIZE, rank_main)
 
