@@ -20,26 +20,15 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import config as moe_config
 
-from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
-from moe_nvlink_plugin.integration.common.formats import choose
-from moe_nvlink_plugin.integration.common.options import Options
-from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
-from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
 from moe_nvlink_plugin.testing import run_ranks
 from tests.integration.common.framework_wheels import left_out
+from tests.integration.vllm.moe import vllm_layer
 from tests.integration.vllm.moe.test_vllm_quantised import ONE, TENSOR_SCALE, fp8, mxfp8, nvfp4
-from tests.integration.vllm.moe.vllm_layer import (
-    computed,
-    config_of,
-    expert_map_of,
-    moe_config_of,
-    parallel_of,
-)
+from tests.integration.vllm.moe.vllm_layer import moe_config_of, parallel_of
 from tests.support import flashinfer_wheel, wheels
 
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, INTERMEDIATE_SIZE, CAPACITY = 8, 4, 256, 128, 8
@@ -216,55 +205,43 @@ def _same(given: torch.Tensor, ours: torch.Tensor | None) -> bool:
     return ours is not None and given.data_ptr() == ours.data_ptr() and given.nbytes == ours.nbytes
 
 
-class Layer:
+class Layer(vllm_layer.Layer):
     """One rank's layer in vLLM's modular kernel, as `method.install` makes it on CUDA ranks."""
 
     def __init__(self, group: Any, case: Case) -> None:
-        experts = experts_of(case, group.rank)
-        geometry: dict[str, Any] = {
-            "num_experts": NUM_EXPERTS,
-            "top_k": TOP_K,
-            "hidden_size": HIDDEN_SIZE,
-            "max_tokens_per_rank": CAPACITY,
-            "dtype": torch.bfloat16,
-        }
-        chosen = choose(
-            VllmExpertsInput.of(experts),
-            HIDDEN_SIZE,
-            torch.bfloat16,
-            torch.device("cuda"),
-            Options(),
-            lambda name: MoeAllToAll.check(config_of(2, 0, **geometry, recipe=name)),
+        super().__init__(
+            group,
+            experts=experts_of(case, group.rank),
+            num_experts=NUM_EXPERTS,
+            top_k=TOP_K,
+            hidden_size=HIDDEN_SIZE,
+            max_tokens_per_rank=CAPACITY,
+            dtype=torch.bfloat16,
         )
-        assert (chosen.recipe.name if chosen.recipe else "unquantised") == case.recipe
-        if chosen.recipe is not None:
-            geometry |= {"recipe": case.recipe, "scales_layout": chosen.scales_layout}
-        config = config_of(group.size, group.rank, **geometry)
-        self.exchange = MoeAllToAll.create(config, group)
-        self.expert_map = expert_map_of(config)
-        self.subject = CudaPrepareAndFinalize(self.exchange, self.expert_map, chosen)
-        self.kernel = mk.FusedMoEKernel(self.subject, experts)
+        assert (self.exchange.config.recipe or "unquantised") == case.recipe
         self.seen: dict[str, Any] = {}
         self.arguments: dict[str, Any] = {}
 
-    def __call__(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         _OF_THREAD.layer = self
         local = NUM_EXPERTS // EP_SIZE
         w1 = torch.zeros(local, 2 * INTERMEDIATE_SIZE, HIDDEN_SIZE // 2, dtype=torch.uint8)
         w2 = torch.zeros(local, HIDDEN_SIZE, INTERMEDIATE_SIZE // 2, dtype=torch.uint8)
-        work = hidden, ids, torch.ones(ids.shape)
-        return computed(self.kernel, w1, w2, work, self.expert_map, num_experts=NUM_EXPERTS)
+        work = hidden, ids, weights
+        return vllm_layer.computed(
+            self.kernel, w1, w2, work, self.expert_map, num_experts=NUM_EXPERTS
+        )
 
 
 def _run(group: Any, case: Case) -> tuple[Layer, torch.Tensor, torch.Tensor]:
-    layer = Layer(group, case)
     random = torch.Generator().manual_seed(group.rank)
     count = 2 + 3 * group.rank
     ids = torch.rand(count, NUM_EXPERTS, generator=random).topk(TOP_K).indices.to(torch.int32)
     hidden = torch.randn(count, HIDDEN_SIZE, generator=random).bfloat16()
-    result = layer(hidden, ids)
-    layer.exchange.close()
-    return layer, ids, result
+    with Layer(group, case) as layer:
+        return layer, ids, layer(hidden, ids, torch.ones(ids.shape))
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])

@@ -237,16 +237,21 @@ def take_cuda_branches(replace: Callable[[Any, str, Any], None]) -> None:
 
 
 def format_of(
-    experts: Any, options: Options, device: str = "cpu", dtype: torch.dtype = torch.float32
+    experts: Any,
+    options: Options,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    hidden_size: int = HIDDEN_SIZE,
 ) -> DispatchFormat:
     """How rows of a layer of ours travel to such experts, with vLLM's quantiser as on GPUs."""
 
     def find_recipe(name: str) -> Any:
-        return MoeAllToAll.check(config_of(2, 0, recipe=name, dtype=dtype))
+        row = {"dtype": dtype, "hidden_size": hidden_size}
+        return MoeAllToAll.check(config_of(2, 0, recipe=name, **row))
 
     taken = VllmExpertsInput.of(experts)
-    chosen = choose(taken, HIDDEN_SIZE, dtype, torch.device(device), options, find_recipe)
-    chosen = formats.laid_out_by_dispatch(chosen, taken, HIDDEN_SIZE)
+    chosen = choose(taken, hidden_size, dtype, torch.device(device), options, find_recipe)
+    chosen = formats.laid_out_by_dispatch(chosen, taken, hidden_size)
     return dataclasses.replace(chosen, stand_in=None)
 
 
@@ -342,7 +347,8 @@ class Layer:
     ) -> None:
         self.group, self.device = group, device
         self.experts = experts or Experts(LEFT_OPEN[left_open]())
-        self.format = format_of(self.experts, options, device, values.get("dtype", torch.float32))
+        row = {name: values[name] for name in ("dtype", "hidden_size") if name in values}
+        self.format = format_of(self.experts, options, device, **row)
         if self.format.recipe is not None:
             values["recipe"] = self.format.recipe.name
             values["scales_layout"] = self.format.scales_layout
