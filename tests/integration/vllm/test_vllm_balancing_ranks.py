@@ -239,16 +239,22 @@ def test_ranks_agree_on_static_scales_again() -> None:
     assert second[3] == "UnsupportedError: 0.5 and 0.25"
 
 
-def test_a_move_beside_the_steps_ends_with_its_last_layer() -> None:
-    """What vLLM's asynchronous balancer leaves after each step."""
-    placed = torch.tensor([[0, 1], [0, 1]])
-    one = SimpleNamespace(physical_to_logical_map=placed, rebalanced=False, model=torch.nn.Module())
-    state = SimpleNamespace(
+def state_of(placed: torch.Tensor, model: torch.nn.Module) -> Any:
+    """As much of the balancer's as is watched."""
+    one = SimpleNamespace(physical_to_logical_map=placed, rebalanced=False, model=model)
+    return SimpleNamespace(
         model_states={"m": one},
         expert_rearrangement_step=5,
         step=lambda: None,
         rearrange=lambda: None,
     )
+
+
+def test_a_move_beside_the_steps_ends_with_its_last_layer() -> None:
+    """What vLLM's asynchronous balancer leaves after each step."""
+    placed = torch.tensor([[0, 1], [0, 1]])
+    state = state_of(placed, torch.nn.Module())
+    one = state.model_states["m"]
     watch = moves.Moves(Ranks(None, 0, 1, WORDING))
     watch.follow(state)
     seen = []

@@ -27,10 +27,15 @@ from moe_nvlink_plugin.integration.vllm.moe import experts_input
 from moe_nvlink_plugin.integration.vllm.moe.layers import OP_NAME
 from moe_nvlink_plugin.testing import run_ranks
 from tests.integration.vllm import vllm_runner
-from tests.integration.vllm.moe.test_vllm_quantised import TENSOR_SCALE, fp8, mxfp8, nvfp4
+from tests.integration.vllm.moe.test_vllm_quantised import (
+    TENSOR_SCALE,
+    fp8,
+    mxfp8,
+    nvfp4,
+    transposed,
+)
 from tests.integration.vllm.moe.vllm_layer import (
     HIDDEN_SIZE,
-    LEFT_OPEN,
     NUM_EXPERTS,
     Experts,
     Layer,
@@ -118,7 +123,7 @@ def test_unquantised_rows_take_two_launches() -> None:
 #: vLLM's FusedMoEQuantConfig of experts: by format and by the layout in which they read scales.
 QUANT_CONFIGS: dict[str, Callable[[], Any]] = {
     "fp8_block, DeepGEMM and Triton": lambda: fp8(block_shape=[128, 128]),
-    "fp8_block, TRTLLM": lambda: _transposed(fp8(block_shape=[128, 128])),
+    "fp8_block, TRTLLM": lambda: transposed(fp8(block_shape=[128, 128])),
     "fp8_token": lambda: fp8(per_act_token_quant=True),
     "fp8_tensor": lambda: fp8(a1_scale=TENSOR_SCALE),
     "mxfp8, TRTLLM and DeepGEMM": mxfp8,
@@ -129,11 +134,6 @@ QUANT_CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _transposed(config: Any) -> Any:
-    config.is_scale_transposed = True  # vLLM 0.33
-    return config
-
-
 def _zeros(rows: torch.Tensor, _scales: Any) -> torch.Tensor:
     return torch.zeros(len(rows), HIDDEN_SIZE)
 
@@ -141,7 +141,7 @@ def _zeros(rows: torch.Tensor, _scales: Any) -> torch.Tensor:
 @pytest.mark.parametrize("make", QUANT_CONFIGS.values(), ids=QUANT_CONFIGS)
 def test_quantised_rows_take_two_launches(make: Callable[[], Any]) -> None:
     def rank_main(group: Any) -> list[str]:
-        return _of_rank(group, experts=Experts(LEFT_OPEN["NoOP"](), make(), _zeros))
+        return _of_rank(group, experts=Experts(make(), _zeros))
 
     assert run_ranks(2, rank_main) == [TWO_LAUNCHES] * 2
 
@@ -150,7 +150,7 @@ def test_powers_of_two_for_deep_gemm_take_two_launches(monkeypatch: pytest.Monke
     monkeypatch.setattr(experts_input, "is_deep_gemm_e8m0_used", lambda: True)
 
     def rank_main(group: Any) -> list[str]:
-        experts = Experts(LEFT_OPEN["NoOP"](), fp8(block_shape=[128, 128]), _zeros)
+        experts = Experts(fp8(block_shape=[128, 128]), _zeros)
         with Layer(group, experts=experts) as layer:
             assert layer.exchange.recipe.name == "fp8_block_pow2"
             return launches_of(layer, 2 + group.rank)
@@ -188,7 +188,7 @@ def vllms_configuration(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _of_runner(group: Any, shared: torch.nn.Module | None, ends_in_combine: bool) -> list[str]:
-    layer = Layer(group, experts=_Unseen(LEFT_OPEN["NoOP"]()))
+    layer = Layer(group, experts=_Unseen())
     routed = vllm_runner.Routed(layer)
     if not ends_in_combine:
         routed.moe_config.hidden_dim_unpadded = None
@@ -219,7 +219,7 @@ def test_rows_quantised_on_arrival_launch_more() -> None:
     """That a launch before or after dispatch is seen."""
 
     def rank_main(group: Any) -> list[str]:
-        experts = Experts(LEFT_OPEN["NoOP"](), mxfp8(), _zeros)
+        experts = Experts(mxfp8(), _zeros)
         return _of_rank(group, experts=experts, options=Options(dispatch="bf16"))
 
     (names,) = run_ranks(1, rank_main)

@@ -44,7 +44,6 @@ from tests.integration.vllm.moe.vllm_experts import (
     tokens,
 )
 from tests.integration.vllm.moe.vllm_layer import (
-    LEFT_OPEN,
     Experts,
     Layer,
     dense,
@@ -187,7 +186,7 @@ def test_rows_on_cuda_ranks_get_slots_of_their_rank(monkeypatch: pytest.MonkeyPa
             assert found.dtype == torch.int32
             return rows * of_slots[found.long()].unsqueeze(1)
 
-        experts = Experts(LEFT_OPEN["NoOP"](), floats_of=with_gains)
+        experts = Experts(floats_of=with_gains)
         layer = Layer(group, experts=experts, extra_payload_bytes=(NUMBER_BYTES,))
         layer.subject.set_lora_context(context)
         # The second step has fewer tokens, and the second adapter is gone.
@@ -350,7 +349,7 @@ def test_a_dummy_batch_loads_and_removes_no_adapters(active: int) -> None:
 def test_experts_without_adapters_are_refused() -> None:
     layer = SimpleNamespace(layer_name="layer 3")
     with pytest.raises(UnsupportedError, match="Experts of layer 3 takes no adapters"):
-        _experts_input(Experts(LEFT_OPEN["NoOP"]()), layer, [adapters.AdaptersOnExperts()])
+        _experts_input(Experts(), layer, [adapters.AdaptersOnExperts()])
 
 
 def test_what_experts_take_is_asked_as_with_adapters() -> None:

@@ -29,7 +29,6 @@ from moe_nvlink_plugin.recipes import FP8_BLOCK, MXFP8, NVFP4
 from tests.integration.vllm.moe.test_vllm_quantised import GLOBAL_SCALES, experts_of, restored
 from tests.integration.vllm.moe.vllm_layer import (
     HIDDEN_SIZE,
-    LEFT_OPEN,
     NUM_EXPERTS,
     Experts,
     Layer,
@@ -66,7 +65,7 @@ FORMATS = (
 
 def _experts(recipe: Any, options: Options) -> Experts:
     if recipe is None or options.dispatch != "auto":
-        return Experts(LEFT_OPEN["NoOP"]())
+        return Experts()
     return experts_of(recipe)
 
 

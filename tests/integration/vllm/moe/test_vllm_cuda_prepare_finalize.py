@@ -355,7 +355,7 @@ def test_reading_a_value_would_be_noticed() -> None:
 
 
 def test_experts_that_leave_batched_rows_are_refused(layer: Layer) -> None:
-    batched = Experts(topk_weight_and_reduce.TopKWeightAndReduceNaiveBatched(0))
+    batched = Experts(left_open=topk_weight_and_reduce.TopKWeightAndReduceNaiveBatched(0))
     with pytest.raises(UnsupportedError, match="TopKWeightAndReduceNaiveBatched.*--moe-backend"):
         layer.subject.post_init_setup(batched)
 
@@ -372,7 +372,7 @@ class _Narrow(Experts):
 def _narrow_rounds(group: Any, left_open: str) -> float:
     """Largest error of one rank, whose rows are as narrow when they are sent."""
     impl = LEFT_OPEN[left_open]()
-    layer = Layer(group, experts=_Narrow(impl))
+    layer = Layer(group, experts=_Narrow(left_open=impl))
     subject, errors = layer.subject, [0.0]
     for number in range(3):
         hidden, ids, weights = work_of((number + group.rank) % CAPACITY, number)
@@ -412,7 +412,7 @@ def test_experts_that_leave_padding_columns_out(left_open: str) -> None:
 
 
 def test_widths_that_combine_cannot_fetch_are_refused(layer: Layer) -> None:
-    experts = _Narrow(LEFT_OPEN["NoOP"]())
+    experts = _Narrow()
     layer.subject.post_init_setup(experts)
     experts.made = HIDDEN_SIZE + 8
     with pytest.raises(UnsupportedError, match="rows of 136 out of rows of 128.*--moe-backend"):
@@ -432,7 +432,7 @@ def test_experts_that_count_by_rank_need_equal_shares() -> None:
     for num_experts, refused in ((6, False), (7, True)):
         exchange: Any = WithoutData(num_experts=num_experts)
         subject = CudaPrepareAndFinalize(exchange, expert_map_of(exchange.config))
-        subject.post_init_setup(Experts(LEFT_OPEN["NoOP"]()))
+        subject.post_init_setup(Experts())
         told = pytest.raises(UnsupportedError, match="7 experts on 2 ranks")
         with told if refused else contextlib.nullcontext():
-            subject.post_init_setup(ByRank(LEFT_OPEN["NoOP"]()))
+            subject.post_init_setup(ByRank())

@@ -29,7 +29,6 @@ from tests.integration.vllm import vllm_runner
 from tests.integration.vllm.moe import vllm_experts
 from tests.integration.vllm.moe.vllm_experts import HIDDEN_SIZE, NUM_EXPERTS, TOP_K, Weights, tokens
 from tests.integration.vllm.moe.vllm_layer import (
-    LEFT_OPEN,
     Experts,
     alone,
     dense,
@@ -328,7 +327,7 @@ def _noted(verb: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _one_forward(shared: bool = True) -> None:
     hidden, ids, weights = work_of(4, 0)
-    with alone(experts=_Experts(LEFT_OPEN["NoOP"]())) as layer:
+    with alone(experts=_Experts()) as layer:
         routed = vllm_runner.Routed(layer)
         runner = vllm_runner.make_runner(routed, "layer 3", _Shared() if shared else None, SCALE)
         routed.install()

@@ -27,7 +27,14 @@ from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.testing import run_ranks
 from tests.integration.common.framework_wheels import left_out
 from tests.integration.vllm.moe import vllm_layer
-from tests.integration.vllm.moe.test_vllm_quantised import ONE, TENSOR_SCALE, fp8, mxfp8, nvfp4
+from tests.integration.vllm.moe.test_vllm_quantised import (
+    ONE,
+    TENSOR_SCALE,
+    fp8,
+    mxfp8,
+    nvfp4,
+    transposed,
+)
 from tests.integration.vllm.moe.vllm_layer import moe_config_of, parallel_of
 from tests.support import flashinfer_wheel, wheels
 
@@ -59,11 +66,6 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.experts.split(':')[1]} {self.recipe}{' copied' * self.copied}"
-
-
-def transposed(config: Any) -> Any:
-    config.is_scale_transposed = True  # vLLM 0.33 says so of TRTLLM's FP8 blocks
-    return config
 
 
 def mxfp8_by_blocks() -> Any:

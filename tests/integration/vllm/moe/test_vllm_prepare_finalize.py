@@ -156,9 +156,11 @@ def test_a_format_that_was_not_agreed_is_refused(one_rank: MoeAllToAll) -> None:
 
 def test_experts_that_leave_the_reduction_open_are_refused(one_rank: MoeAllToAll) -> None:
     subject = CpuPrepareAndFinalize(one_rank, None)
-    subject.post_init_setup(Experts(NO_OP))
+    subject.post_init_setup(Experts())
     with pytest.raises(UnsupportedError, match="TopKWeightAndReduceDelegate"):
-        subject.post_init_setup(Experts(topk_weight_and_reduce.TopKWeightAndReduceDelegate()))
+        subject.post_init_setup(
+            Experts(left_open=topk_weight_and_reduce.TopKWeightAndReduceDelegate())
+        )
 
 
 def test_one_prepare_serves_one_finalize(one_rank: MoeAllToAll) -> None:

@@ -96,6 +96,12 @@ def nvfp4(gscale: torch.Tensor | None = GLOBAL_SCALE, **values: Any) -> Any:
     return vllm_config.nvfp4_moe_quant_config(ONE, ONE, gscale, ONE, ONE, ONE, **given)
 
 
+def transposed(config: Any) -> Any:
+    """As vLLM 0.33 says it of TRTLLM's FP8 blocks."""
+    config.is_scale_transposed = True
+    return config
+
+
 #: By recipe: what vLLM's experts that take it are configured with.
 CONFIGS: dict[Any, Callable[..., Any]] = {
     FP8_BLOCK: lambda: fp8(block_shape=[128, 128]),
@@ -125,7 +131,7 @@ def floats_by(recipe: Any) -> Callable[[torch.Tensor, Any], torch.Tensor]:
 def experts_of(recipe: Any, quant_config: Any = None, *, defers: bool = False) -> Experts:
     config = quant_config or CONFIGS[recipe]()
     takes = (lambda rows, scales: rows) if defers else floats_by(recipe)
-    return Experts(LEFT_OPEN["NoOP"](), config, takes, defers=defers)
+    return Experts(config, takes, defers=defers)
 
 
 @pytest.fixture
@@ -178,7 +184,7 @@ def test_experts_that_quantise_for_themselves_get_activations(recipe: Any) -> No
 
 
 def test_unquantised_experts_get_activations() -> None:
-    experts = Experts(LEFT_OPEN["NoOP"](), vllm_config.FUSED_MOE_UNQUANTIZED_CONFIG)
+    experts = Experts(vllm_config.FUSED_MOE_UNQUANTIZED_CONFIG)
     for name in ("auto", "bf16"):
         assert format_of(experts, Options(dispatch=name)) == DispatchFormat()
 
@@ -196,7 +202,7 @@ def test_fp8_and_int8_of_no_recipe_are_quantised_on_arrival(
 ) -> None:
     """By default, with one warning per process; by a user who asks for it, without."""
     formats._warn_of_activations.cache_clear()
-    experts = Experts(LEFT_OPEN["NoOP"](), quant_config)
+    experts = Experts(quant_config)
     on_arrival = DispatchFormat(experts.quant_dtype, on_arrival=True)
     assert format_of(experts, Options(dispatch="bf16")) == on_arrival
     assert not caplog.records
@@ -214,7 +220,7 @@ def test_fp8_and_int8_of_no_recipe_are_quantised_on_arrival(
     ],
 )
 def test_what_no_recipe_is_names_the_way_out(quant_config: Any, words: str) -> None:
-    experts = Experts(LEFT_OPEN["NoOP"](), quant_config)
+    experts = Experts(quant_config)
     with pytest.raises(UnsupportedError, match=words) as caught:
         format_of(experts, Options())
     assert "MOE_NVLINK_DISPATCH=bf16" in str(caught.value)
@@ -223,7 +229,7 @@ def test_what_no_recipe_is_names_the_way_out(quant_config: Any, words: str) -> N
 
 
 def test_padding_that_changes_nothing_is_no_padding() -> None:
-    experts = Experts(LEFT_OPEN["NoOP"](), mxfp8(mx_alignment=64))
+    experts = Experts(mxfp8(mx_alignment=64))
     assert format_of(experts, Options()).recipe is MXFP8
 
 
@@ -338,7 +344,7 @@ def test_one_dynamic_scale_of_what_arrived(dispatch: str, monkeypatch: pytest.Mo
         assert scales.shape == (1,)
         return FP8_TENSOR.dequantise(rows, None, torch.float32, scales)
 
-    experts = Experts(LEFT_OPEN["NoOP"](), fp8(), floats_of)
+    experts = Experts(fp8(), floats_of)
     with alone(experts=experts, options=Options(dispatch=dispatch)) as layer:
         for number in (1, 2):
             hidden, ids, weights = work_of(3 - number, number)
@@ -359,7 +365,7 @@ def _int8_layer(group: Any) -> float:
 
     hidden, ids, weights = work_of(CAPACITY - group.rank, group.rank)
     rows = floats_of(*_int8_rows(A=hidden))
-    with Layer(group, experts=Experts(LEFT_OPEN["NoOP"](), config, floats_of)) as layer:
+    with Layer(group, experts=Experts(config, floats_of)) as layer:
         return worst_of(layer(hidden, ids, weights), dense(rows, ids, weights))
 
 
@@ -403,7 +409,7 @@ def test_a_named_recipe_is_undone_for_the_experts(recipe: Any, takes: str) -> No
 
     def rank_main(group: Any) -> float:
         experts = {
-            "floats": lambda: Experts(LEFT_OPEN["NoOP"]()),
+            "floats": lambda: Experts(),
             "mxfp8": lambda: experts_of(MXFP8),
             "quantises": lambda: experts_of(FP8_BLOCK, defers=True),
         }[takes]()
@@ -413,7 +419,7 @@ def test_a_named_recipe_is_undone_for_the_experts(recipe: Any, takes: str) -> No
 
 
 def test_the_global_scale_of_a_named_recipe() -> None:
-    experts = Experts(LEFT_OPEN["NoOP"]())
+    experts = Experts()
     usual = format_of(experts, Options(dispatch="nvfp4"))
     given = format_of(experts, Options(dispatch="nvfp4", dispatch_global_scale=16))
     assert torch.equal(usual.global_scale or ONE * 0, torch.tensor([1.0]))
@@ -430,7 +436,7 @@ def test_the_global_scale_of_a_named_recipe() -> None:
 
 
 def test_names_that_cannot_be_dispatched_in() -> None:
-    experts = Experts(LEFT_OPEN["NoOP"]())
+    experts = Experts()
     with pytest.raises(ConfigError, match="'fp7' is unknown"):
         format_of(experts, Options(dispatch="fp7"))
     with pytest.raises(UnsupportedError, match="fp32 does not say how to quantise"):
@@ -439,7 +445,7 @@ def test_names_that_cannot_be_dispatched_in() -> None:
 
 def test_gpus_are_warned_of_restoring(caplog: pytest.LogCaptureFixture) -> None:
     formats._warn_of_restoring.cache_clear()
-    experts = VllmExpertsInput.of(Experts(LEFT_OPEN["NoOP"]()))
+    experts = VllmExpertsInput.of(Experts())
     meta: Any = SimpleNamespace(type="cuda")
     choose(experts, 128, torch.float32, meta, Options(dispatch="mxfp8"), lambda name: MXFP8)
     assert "mxfp8 are dequantised to torch.float32" in caplog.text
@@ -479,7 +485,7 @@ def _on_cpu(
 
 @pytest.mark.parametrize("recipe", [FP8_BLOCK, FP8_TOKEN, MXFP8, NVFP4], ids=lambda r: r.name)
 def test_cpu_ranks_restore_filled_rows_only(recipe: Any) -> None:
-    options, floats = Options(dispatch=recipe.name), Experts(LEFT_OPEN["NoOP"]())
+    options, floats = Options(dispatch=recipe.name), Experts()
     for error, dtype in run_ranks(2, lambda group: _on_cpu(group, recipe, options, floats)):
         assert error < 1e-5
         assert dtype == torch.float32
@@ -509,9 +515,7 @@ def test_cpu_ranks_hand_out_filled_rows_only(recipe: Any, options: Options) -> N
 
 def _scales_of_a_round(quant_config: Any, recipe: Any) -> tuple[Any, torch.Tensor, int]:
     """What the experts are handed, the linear scales of the filled slots, the number of slots."""
-    experts = Experts(
-        LEFT_OPEN["NoOP"](), quant_config, lambda rows, _: torch.zeros(len(rows), HIDDEN_SIZE)
-    )
+    experts = Experts(quant_config, lambda rows, _: torch.zeros(len(rows), HIDDEN_SIZE))
     hidden, ids, weights = work_of(CAPACITY, 5)
     with alone(experts=experts) as layer:
         layer(hidden, ids.clamp(min=0), weights)
@@ -549,7 +553,7 @@ def test_block_scales_become_column_major_where_asked() -> None:
     handed, linear, _ = _scales_of_a_round(config, FP8_BLOCK)
     assert handed.is_contiguous()
     assert torch.equal(handed, linear)
-    config.is_scale_transposed = True  # vLLM 0.33
+    config = transposed(config)
     handed, linear, slots = _scales_of_a_round(config, FP8_BLOCK)
     assert torch.equal(handed, linear)
     assert handed.t().is_contiguous()
@@ -573,9 +577,8 @@ def test_which_layout_dispatch_makes() -> None:
     assert format_of(experts_of(MXFP8), Options()).scales_layout == "linear"
     restored = format_of(experts_of(MXFP8, swizzled), Options(dispatch="nvfp4"))
     assert restored.scales_layout == "linear"
-    transposed = CONFIGS[FP8_TENSOR]()
-    transposed.is_scale_transposed = True
-    assert format_of(experts_of(FP8_TENSOR, transposed), Options()).scales_layout == "linear"
+    by_tensor = experts_of(FP8_TENSOR, transposed(CONFIGS[FP8_TENSOR]()))
+    assert format_of(by_tensor, Options()).scales_layout == "linear"
     here = torch.device("cpu")
     taken = VllmExpertsInput.of(experts_of(MXFP8, swizzled))
     chosen = choose(taken, HIDDEN_SIZE, torch.float32, here, Options(), lambda _: MXFP8)
@@ -615,7 +618,7 @@ def _set_up(
     """What each rank is told when the ranks' experts have these configurations."""
 
     def rank_main(group: Any) -> str:
-        experts = VllmExpertsInput.of(Experts(LEFT_OPEN["NoOP"](), configs[group.rank]))
+        experts = VllmExpertsInput.of(Experts(configs[group.rank]))
         mine = pool_of(group, options[group.rank])
         try:
             chosen = mine.agree_on_format(names[group.rank], experts, GEOMETRY)
@@ -673,7 +676,7 @@ class LoadedLayer:
         self.moe_kernel = SimpleNamespace(
             is_monolithic=self.step == "monolithic",
             prepare_finalize=None,
-            fused_experts=Experts(LEFT_OPEN["NoOP"]()),
+            fused_experts=Experts(),
         )
         if self.step == "sums":  # the model says it after it has made the layer
             self.moe_config = SimpleNamespace(
@@ -782,7 +785,7 @@ def test_experts_that_reduce_into_another_type_are_refused() -> None:
     exchange: Any = SimpleNamespace(config=config_of(1, 0, combine="fp8_block"))
     subject = CpuPrepareAndFinalize(exchange, None)
     with pytest.raises(UnsupportedError, match=r"reduces its rows into torch.bfloat16.*fp8_block"):
-        subject.post_init_setup(InFloat(LEFT_OPEN["NoOP"]()))
+        subject.post_init_setup(InFloat())
 
 
 # Fit for a CUDA graph.

@@ -43,6 +43,7 @@ from tests.support.vllm_sizes import config_of as config_of
 EXPERTS = experts_of(NUM_EXPERTS, HIDDEN_SIZE)
 #: Of hidden states, ids and weights.
 dense = functools.partial(dense_of, EXPERTS)
+NO_OP = topk_weight_and_reduce.TopKWeightAndReduceNoOP()
 #: Of experts that take floats; as much of FusedMoEQuantConfig as vLLM's kernel and ours look at.
 NO_QUANT: Any = SimpleNamespace(quant_dtype=None, a2_scale=None)
 DEFAULT_OPTIONS = Options()
@@ -124,10 +125,10 @@ class Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     def __init__(
         self,
-        left_open: mk.TopKWeightAndReduce,
         quant_config: Any = NO_QUANT,
         floats_of: Callable[[torch.Tensor, Any], torch.Tensor] = lambda rows, scales: rows,
         *,
+        left_open: mk.TopKWeightAndReduce = NO_OP,
         defers: bool = False,
     ) -> None:
         self.moe_config = SimpleNamespace(moe_parallel_config=None)
@@ -346,7 +347,7 @@ class Layer:
         **values: Any,
     ) -> None:
         self.group, self.device = group, device
-        self.experts = experts or Experts(LEFT_OPEN[left_open]())
+        self.experts = experts or Experts(left_open=LEFT_OPEN[left_open]())
         row = {name: values[name] for name in ("dtype", "hidden_size") if name in values}
         self.format = format_of(self.experts, options, device, **row)
         if self.format.recipe is not None:
