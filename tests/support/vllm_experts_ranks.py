@@ -93,6 +93,7 @@ def run_schemes(
 def _outcome(
     group: Any, scheme: str, device: str, run: Callable[[Any, str, str, int], list[float]]
 ) -> Outcome:
+    from tests.integration.vllm.moe.vllm_layer import way_of
     from tests.integration.vllm.moe.vllm_triton import TritonLayer, spoil_workspace
 
     began = time.monotonic()
@@ -100,8 +101,7 @@ def _outcome(
         spoil_workspace(device)
         layer = TritonLayer(group, scheme, device)
         errors = run(layer, scheme, device, group.rank)
-        is_in_place = layer.experts.calls[-1].output is layer.exchange.combine_input()
-        recipe = None if layer.format.recipe is None else layer.format.recipe.name
+        recipe, is_in_place = way_of(layer)
         layer.close()
     except Exception:  # each scheme has a test of its own, which shows this
         trace = f"{versions()}\n{traceback.format_exc()}"

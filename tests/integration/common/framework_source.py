@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_nvlink_plugin.integration.common.names import Call, Fields, Signature, Touched, minor
 from moe_nvlink_plugin.integration.common.own_source import Function, Reader, signature_of
 
 
-def patched_for_no_reason(touched: Iterable[Touched]) -> list[Touched]:
-    """Names that we replace without a word of what for; `why` begins with our module's name."""
-    return [one for one in touched if one.kind == "patch" and not one.why.partition(": ")[2]]
+def differences(compat: Any, source: Source) -> list[str]:
+    """What a release does not have as an adapter's list says: names, fields, overridden methods."""
+    found = [source.complaints(one) for one in compat.touched()]
+    found += [name for fields in compat.FIELDS for name in source.missing_fields(fields)]
+    found += [f"{one} has no mark" for one in unmarked(Reader(compat.RULES), source)]
+    return [one for one in found if one]
 
 
 def unmarked(reader: Reader, source: Source) -> set[str]:

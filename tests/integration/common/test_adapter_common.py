@@ -19,9 +19,7 @@ from moe_nvlink_plugin.integration.common.pool import ExchangePool, bound_of_ste
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 
 WORDING = Wording("Toy", "--toy-backend moe_nvlink", "toy.yaml", "dispatch: bf16 in toy.yaml")
-GEOMETRY = Geometry(
-    num_experts=4, top_k=2, hidden_size=128, max_tokens_per_rank=3, dtype=torch.float32
-)
+GEOMETRY = Geometry(4, 2, hidden_size=128, max_tokens_per_rank=3, dtype=torch.float32)
 CPU = torch.device("cpu")
 
 
@@ -54,8 +52,9 @@ class ToyInput(ExpertsInput):
         return scales
 
 
-def pool_of(group: ThreadGroup) -> ExchangePool:
-    return ExchangePool(Ranks(group, group.rank, group.size, WORDING), CPU, Options())
+def pool_of(group: ThreadGroup, name: str = "", **options: Any) -> ExchangePool:
+    ranks = Ranks(group, group.rank, group.size, WORDING)
+    return ExchangePool(ranks, CPU, Options(**options), name=name)
 
 
 @pytest.mark.parametrize("quant_dtype", [None, torch.float8_e4m3fn])
@@ -140,11 +139,7 @@ def test_pools_of_one_worker_write_a_file_each(
 ) -> None:
     monkeypatch.setenv("MOE_NVLINK_STATS_DIR", str(tmp_path))
     (group,) = ThreadGroup.ranks(1)
-    pools = [
-        ExchangePool(Ranks(group, 0, 1, WORDING), CPU, Options(), name=name)
-        for name in ("", "draft")
-    ]
-    for pool in pools:
+    for pool in [pool_of(group, name) for name in ("", "draft")]:
         pool.exchange(GEOMETRY)
         pool.close()
     assert {path.name for path in tmp_path.iterdir()} == {"rank0.json", "draft-rank0.json"}

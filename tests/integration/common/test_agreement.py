@@ -10,11 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from moe_nvlink_plugin.integration.common.agreement import Ranks
-from moe_nvlink_plugin.integration.common.options import Wording
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from tests.integration.common.test_adapter_common import WORDING
 from tests.support.ranks import run_processes
-
-WORDING = Wording("Toy", "--toy-backend moe_nvlink", "toy.yaml", "dispatch: bf16 in toy.yaml")
 
 
 class CountingGroup:

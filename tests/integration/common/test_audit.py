@@ -14,21 +14,16 @@ import torch
 from moe_nvlink_plugin.errors import ConfigError, DisagreementError
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.integration.common import audit as audit_module
-from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
 from moe_nvlink_plugin.integration.common.audit import AUDIT_BYTES, Audited, AuditReport
 from moe_nvlink_plugin.integration.common.formats import Sent
-from moe_nvlink_plugin.integration.common.options import Options, Wording, read
-from moe_nvlink_plugin.integration.common.pool import ExchangePool
+from moe_nvlink_plugin.integration.common.options import read
 from moe_nvlink_plugin.integration.vllm import metrics
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from moe_nvlink_plugin.verify.cases import RECIPES
-from tests.integration.common.test_adapter_common import ToyInput
+from tests.integration.common.test_adapter_common import GEOMETRY, WORDING, ToyInput, pool_of
 from tests.support.audited import CAPACITY, SIZE, Rank
 from tests.support.delays import replace_once
-
-CPU = torch.device("cpu")
-WORDING = Wording("Toy", "--toy-backend moe_nvlink", "toy.yaml", "dispatch: bf16 in toy.yaml")
 
 
 @pytest.fixture(autouse=True)
@@ -365,13 +360,6 @@ def test_options_that_are_no_number_of_rounds_are_refused(value: Any) -> None:
 def test_the_option_is_off_by_default() -> None:
     assert read({}, WORDING).audit_every == 0
     assert read({"audit_every": 500}, WORDING).audit_every == 500
-
-
-GEOMETRY = Geometry(4, 2, 128, 3, torch.float32)
-
-
-def pool_of(group: ThreadGroup, **options: Any) -> ExchangePool:
-    return ExchangePool(Ranks(group, group.rank, group.size, WORDING), CPU, Options(**options))
 
 
 def test_ranks_that_disagree_are_refused_by_name() -> None:

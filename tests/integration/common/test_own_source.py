@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,10 @@ from moe_nvlink_plugin.integration.common.own_source import Base, Reader, Rules,
 from moe_nvlink_plugin.integration.flashinfer import compat as of_flashinfer
 from moe_nvlink_plugin.integration.sglang import compat as of_sglang
 from moe_nvlink_plugin.integration.vllm import compat as of_vllm
+from tests.architecture.test_import_arrows import OURS, names_imported
 
 ROOT = Path(__file__).resolve().parents[3]
+COMPATS: dict[str, Any] = {"vLLM": of_vllm, "SGLang": of_sglang, "FlashInfer": of_flashinfer}
 ADAPTER = {
     "": '"""An adapter."""\n',
     "base": (
@@ -235,12 +238,50 @@ def test_a_worker_parses_only_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> 
     assert not read & {"choices", "metrics", "plugin.graphs"}, "they spell no name of vLLM"
 
 
-def test_every_module_that_a_list_names_is_there() -> None:
+def importers(framework: str) -> set[str]:
+    """Modules of ours that import the framework or anything of it."""
+    return {
+        module
+        for module, path in OURS.files.items()
+        for _line, name in names_imported(path, module)
+        if name.split(".")[0] == framework
+    }
+
+
+@pytest.mark.parametrize("framework", ["vllm", "sglang", "flashinfer"])
+def test_only_its_own_adapter_imports_a_framework(framework: str) -> None:
+    """Each is installed where the others' frameworks are missing. In servers FlashInfer's kernels
+    are reached through the framework's choice of experts, or not at all.
+
+    SGLang leaves it to the dispatcher to quantise rows, and to lay out scales, for FlashInfer.
+    """
+    others = importers(framework) - {"moe_nvlink_plugin.integration.sglang.moe.experts_input"}
+    assert others, "of its own"
+    assert all(one.startswith(f"moe_nvlink_plugin.integration.{framework}") for one in others)
+
+
+@pytest.mark.parametrize("framework", COMPATS)
+def test_every_module_that_a_list_names_is_there(framework: str) -> None:
     """Each list, table of features and table of bases: an entry without effect is a mistake."""
-    for compat in (of_vllm, of_sglang, of_flashinfer):
-        rules, texts = compat.RULES, modules_of(compat.RULES.package)
-        rooms = {name.rpartition(".")[0] for name in texts}
-        assert set(rules.by_hand) <= set(texts)
-        assert {*rules.features, *rules.devices} <= {*texts, *rooms}
-        for cls in rules.bases:
-            assert any(f"\nclass {cls}" in text for text in texts.values()), cls
+    rules, texts = COMPATS[framework].RULES, modules_of(COMPATS[framework].RULES.package)
+    rooms = {name.rpartition(".")[0] for name in texts}
+    assert set(rules.by_hand) <= set(texts)
+    assert {*rules.features, *rules.devices} <= {*texts, *rooms}
+    for cls in rules.bases:
+        assert any(f"\nclass {cls}" in text for text in texts.values()), cls
+
+
+@pytest.mark.parametrize("framework", COMPATS)
+def test_every_name_that_we_replace_has_a_reason(framework: str) -> None:
+    """`why` begins with our module's name."""
+    replaced = [one for one in COMPATS[framework].touched() if one.kind == "patch"]
+    assert [one for one in replaced if not one.why.partition(": ")[2]] == []
+
+
+@pytest.mark.parametrize("framework", COMPATS)
+def test_the_tables_of_versions_say_what_was_done(framework: str) -> None:
+    """README's what is supported, and the integrations' how that is known."""
+    row = f"| {framework} | {COMPATS[framework].supported_versions()} |"
+    pages = {"README.md": f"{row.rpartition(' | ')[0]} |", "integration/README.md": row}
+    for page, wanted in pages.items():
+        assert wanted in (ROOT / page).read_text(encoding="utf-8").splitlines()

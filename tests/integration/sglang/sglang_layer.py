@@ -6,7 +6,8 @@ Everything runs on CPU tensors; the exchange between the ranks is the real one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,11 @@ import torch
 from moe_nvlink_plugin.integration.common.agreement import Ranks
 from moe_nvlink_plugin.integration.common.options import Options, Wording
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
+from moe_nvlink_plugin.testing import run_ranks
 from tests.integration.sglang import sglang_stand_in
+from tests.support.dense_layer import dense_of
+from tests.support.dense_layer import experts_of as experts_of_layer
+from tests.support.dense_layer import worst_of as worst_of
 
 with sglang_stand_in.importable():
     from sglang.srt.layers.moe.token_dispatcher.flashinfer import FlashinferCombineInput
@@ -32,10 +37,8 @@ with sglang_stand_in.importable():
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY = 8, 3, 128, 6
 #: A token goes to three experts; two ranks and four hold equally many of the eight.
 WORDING = Wording("SGLang", "--moe-a2a-backend moe_nvlink", "the options", "say bf16")
-#: One weight matrix per expert; any function that tells experts apart.
-EXPERTS = HIDDEN_SIZE**-0.5 * torch.randn(
-    NUM_EXPERTS, HIDDEN_SIZE, HIDDEN_SIZE, generator=torch.Generator().manual_seed(11)
-)
+#: Of hidden states, ids and weights.
+dense = functools.partial(dense_of, experts_of_layer(NUM_EXPERTS, HIDDEN_SIZE))
 #: Runners whose dispatchers these tests drive; CPU is not SGLang's name for one.
 RUNNERS = ("cpu", "triton", "deep_gemm", "flashinfer_cutlass", "flashinfer_trtllm")
 
@@ -94,13 +97,6 @@ def work_of(num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, tor
     )
 
 
-def dense(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The layer on one process, without any exchange; ids of -1 add nothing."""
-    every = torch.tanh(torch.einsum("nh,ehj->nej", hidden.float(), EXPERTS))
-    index = ids.clamp(min=0).long().unsqueeze(-1).expand(-1, -1, HIDDEN_SIZE)
-    return (every.gather(1, index) * torch.where(ids < 0, 0.0, weights).unsqueeze(-1)).sum(1)
-
-
 def run_experts(dispatched: Any, first: int, end: int, padding: int | None = None) -> Any:
     """What a runner of the rank with experts first..end-1 makes of what dispatch returned."""
     weights, ids, _ = dispatched.topk_output
@@ -136,13 +132,35 @@ def _computed(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) ->
     return rows.masked_fill((ids < 0).all(1, keepdim=True), float("nan"))
 
 
+def dispatched(
+    subject: MoeNvlinkDispatcher, work: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> Any:
+    """What the runner is handed of hidden states, ids and weights."""
+    hidden, ids, weights = work
+    topk_output = StandardTopKOutput(weights, ids, None)
+    return subject.dispatch(hidden_states=hidden, topk_output=topk_output)
+
+
+def on_ranks(ep_size: int, body: Callable[[ExchangePool], Any], **options: Any) -> list[Any]:
+    """What `body` returns on each rank, which closes its pool after it."""
+    return run_ranks(ep_size, functools.partial(with_pool, body, **options))
+
+
+def with_pool(body: Callable[[ExchangePool], Any], group: Any, **options: Any) -> Any:
+    """What `body` returns for a pool of this rank, which is closed after it."""
+    pool = pool_of(group, **options)
+    try:
+        return body(pool)
+    finally:
+        pool.close()
+
+
 def layer(
     subject: MoeNvlinkDispatcher, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """One forward of a MoE layer, called as SGLang's FusedMoE calls it."""
-    topk_output = StandardTopKOutput(weights, ids, None)
-    dispatched = subject.dispatch(hidden_states=hidden, topk_output=topk_output)
-    result: torch.Tensor = subject.combine(combine_input=experts_of(subject, dispatched))
+    output = dispatched(subject, (hidden, ids, weights))
+    result: torch.Tensor = subject.combine(combine_input=experts_of(subject, output))
     return result
 
 

@@ -9,7 +9,7 @@ tests/sglang/test_triton_runner.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,15 +33,19 @@ from tests.integration.sglang.sglang_layer import (
     base,
     cuda,
     dense,
+    dispatched,
     dispatcher_of,
     experts_of,
     layer,
     named,
+    on_ranks,
     pool_of,
     routing_of,
     run_experts,
     runner_config,
+    with_pool,
     work_of,
+    worst_of,
 )
 
 
@@ -52,28 +56,6 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_NVLINK_FIRST_TIMEOUT_S", "60")
 
 
-def _worst(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Told, not asserted: a rank that stops would leave the others waiting."""
-    assert got.shape == expected.shape
-    worst: float = max(
-        [0.0, *(got - expected).abs().nan_to_num(nan=float("inf")).flatten().tolist()]
-    )
-    return worst
-
-
-def _with_pool(body: Callable[[ExchangePool], Any], **options: Any) -> Callable[[Any], Any]:
-    """A rank that closes its pool after `body`."""
-
-    def rank(group: Any) -> Any:
-        pool = pool_of(group, **options)
-        try:
-            return body(pool)
-        finally:
-            pool.close()
-
-    return rank
-
-
 # Against the dense layer.
 
 
@@ -82,14 +64,14 @@ def _with_pool(body: Callable[[ExchangePool], Any], **options: Any) -> Callable[
 def test_the_layer_is_the_dense_one(ep_size: int, runner: str) -> None:
     def body(pool: ExchangePool) -> float:
         subject, rank = dispatcher_of(pool, runner), pool.ranks.rank
-        worst = 0.0
+        errors = []
         for number in range(8):  # ragged rounds, empty and full ones among them
             num_tokens = (number * (rank + 2) + 3 * rank) % (CAPACITY + 1)
             work = work_of(num_tokens, 100 * number + rank)
-            worst = max(worst, _worst(layer(subject, *work), dense(*work)))
-        return worst
+            errors.append(worst_of(layer(subject, *work), dense(*work)))
+        return max(errors)
 
-    assert max(run_ranks(ep_size, _with_pool(body))) < 1e-5
+    assert max(on_ranks(ep_size, body)) < 1e-5
 
 
 @pytest.mark.parametrize("runner", ["cpu", "triton", "flashinfer_cutlass"])
@@ -101,16 +83,13 @@ def test_uneven_ranks_are_served_and_give_the_same_bits_again(
         subject = dispatcher_of(pool, runner, capacity=257)
         work = work_of(counts[pool.ranks.rank], pool.ranks.rank)
         first, second = layer(subject, *work), layer(subject, *work)
-        return _worst(first, dense(*work)) if torch.equal(first, second) else float("inf")
+        return worst_of(first, dense(*work)) if torch.equal(first, second) else float("inf")
 
-    assert max(run_ranks(4, _with_pool(body))) < 1e-5
+    assert max(on_ranks(4, body)) < 1e-5
 
 
 @pytest.mark.parametrize("runner", ["cpu", "triton", "flashinfer_cutlass"])
-@pytest.mark.parametrize("spoilt", [False, True])
-def test_rows_are_compared_while_serving(
-    runner: str, spoilt: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_compared_while_serving(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The option audit_every; a wrong bit in what comes from rank 0 is counted by its receiver."""
     monkeypatch.setattr(audit_module, "time", SimpleNamespace(time_ns=lambda: 2**23))
 
@@ -125,21 +104,21 @@ def test_rows_are_compared_while_serving(
             received.hidden_states.view(torch.uint8)[:count, 5] ^= 1
             return received
 
-        if spoilt and rank == 1:
+        if rank == 1:
             exchange.dispatch = spoil  # type: ignore[method-assign]
-        worst = 0.0
+        errors = []
         for number in range(24):
             work = work_of((number + 3 * rank) % (CAPACITY + 1), 100 * number + rank)
-            worst = max(worst, _worst(layer(subject, *work), dense(*work)))
+            errors.append(worst_of(layer(subject, *work), dense(*work)))
         audit = pool.audit_of(exchange)
         assert audit is not None
-        return worst, audit.found()
+        return max(errors), audit.found()
 
-    (worst, first), (_, second) = run_ranks(2, _with_pool(body, audit_every=2))
+    (_, first), (worst, second) = on_ranks(2, body, audit_every=2)
     assert min(*first.rows, *second.rows) > 3
     assert first.wrong == first.stale == second.stale == [0, 0]
-    assert second.wrong == [second.rows[0] if spoilt else 0, 0]
-    assert spoilt or worst < 1e-5
+    assert second.wrong == [second.rows[0], 0]
+    assert worst < 1e-5, "of the rows that nobody spoils"
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -148,7 +127,7 @@ def test_tokens_without_any_expert_become_zeros(runner: str) -> None:
         hidden, ids, weights = work_of(CAPACITY, 5)
         return layer(dispatcher_of(pool, runner), hidden, torch.full_like(ids, -1), weights)
 
-    for result in run_ranks(2, _with_pool(body)):
+    for result in on_ranks(2, body):
         assert torch.equal(result, torch.zeros(CAPACITY, HIDDEN_SIZE))
 
 
@@ -157,9 +136,9 @@ def test_an_expert_may_be_chosen_twice(runner: str) -> None:
     def body(pool: ExchangePool) -> float:
         hidden, ids, weights = work_of(CAPACITY, 6)
         work = hidden, ids[:, :1].expand_as(ids).contiguous(), weights
-        return _worst(layer(dispatcher_of(pool, runner), *work), dense(*work))
+        return worst_of(layer(dispatcher_of(pool, runner), *work), dense(*work))
 
-    assert max(run_ranks(2, _with_pool(body))) < 1e-5
+    assert max(on_ranks(2, body)) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -167,9 +146,9 @@ def test_ids_of_either_type_are_taken(dtype: torch.dtype) -> None:
     def body(pool: ExchangePool) -> float:
         hidden, ids, weights = work_of(4, 7)
         got = layer(dispatcher_of(pool), hidden, ids.to(dtype), weights.to(torch.bfloat16))
-        return _worst(got, dense(hidden, ids, weights.to(torch.bfloat16).float()))
+        return worst_of(got, dense(hidden, ids, weights.to(torch.bfloat16).float()))
 
-    assert max(run_ranks(2, _with_pool(body))) < 1e-5
+    assert max(on_ranks(2, body)) < 1e-5
 
 
 def test_redundant_experts_are_experts_like_others() -> None:
@@ -179,16 +158,15 @@ def test_redundant_experts_are_experts_like_others() -> None:
     def body(pool: ExchangePool) -> float:
         hidden, ids, weights = work_of(CAPACITY, pool.ranks.rank)
         subject = dispatcher_of(pool, "triton")
-        topk = StandardTopKOutput(weights, ids, None)
-        dispatched = subject.dispatch(hidden_states=hidden, topk_output=topk)
+        handed = dispatched(subject, (hidden, ids, weights))
         # The replica computes as its original does, on whichever rank it is.
-        own = dispatched.topk_output.topk_ids
+        own = handed.topk_output.topk_ids
         placed = torch.where(own < 0, -1, logical[own.clamp(min=0) + subject._first])
-        rows = dense(dispatched.hidden_states, placed, dispatched.topk_output.topk_weights)
+        rows = dense(handed.hidden_states, placed, handed.topk_output.topk_weights)
         expected = dense(hidden, torch.where(ids < 0, -1, logical[ids.clamp(min=0)]), weights)
-        return _worst(subject.combine(combine_input=StandardCombineInput(rows)), expected)
+        return worst_of(subject.combine(combine_input=StandardCombineInput(rows)), expected)
 
-    assert max(run_ranks(4, _with_pool(body))) < 1e-5
+    assert max(on_ranks(4, body)) < 1e-5
 
 
 # What the experts of a broken dispatcher would be handed.
@@ -203,16 +181,14 @@ def test_these_experts_refuse_global_ids_in_the_standard_form() -> None:
     def body(pool: ExchangePool) -> bool:
         subject = dispatcher_of(pool, "triton")
         subject.__class__ = _GlobalIds
-        hidden, ids, weights = work_of(CAPACITY, 3)
-        topk = StandardTopKOutput(weights, ids, None)
-        dispatched = subject.dispatch(hidden_states=hidden, topk_output=topk)
+        handed = dispatched(subject, work_of(CAPACITY, 3))
         try:
-            experts_of(subject, dispatched)
+            experts_of(subject, handed)
         except AssertionError:
             return True
         return False
 
-    assert run_ranks(2, _with_pool(body)) == [False, True]  # rank 0's local ids are global
+    assert on_ranks(2, body) == [False, True]  # rank 0's local ids are global
 
 
 # FlashInfer's form, as SGLang's own dispatcher gives it.
@@ -261,7 +237,7 @@ def test_flashinfers_form(runner: str, padding: int, in_region: bool) -> None:
         rows = run_experts(output, subject._first, subject._end, padding)
         subject.combine(combine_input=rows)
 
-    run_ranks(2, _with_pool(body))
+    on_ranks(2, body)
 
 
 def test_views_are_handed_out_and_nothing_of_the_buffer_is_written() -> None:
@@ -269,9 +245,7 @@ def test_views_are_handed_out_and_nothing_of_the_buffer_is_written() -> None:
 
     def body(pool: ExchangePool) -> None:
         subject = dispatcher_of(pool, "flashinfer_cutlass")
-        hidden, ids, weights = work_of(CAPACITY, 1)
-        topk = StandardTopKOutput(weights, ids, None)
-        output = subject.dispatch(hidden_states=hidden, topk_output=topk)
+        output = dispatched(subject, work_of(CAPACITY, 1))
         assert subject._round is not None
         received = subject._round.received
         assert output.hidden_states.data_ptr() == received.hidden_states.data_ptr()
@@ -281,7 +255,7 @@ def test_views_are_handed_out_and_nothing_of_the_buffer_is_written() -> None:
         assert torch.equal(received.topk_ids, before[0])
         assert torch.equal(received.topk_weights, before[1])
 
-    run_ranks(1, _with_pool(body))
+    on_ranks(1, body)
 
 
 # One round at a time, and rounds side by side.
@@ -293,12 +267,10 @@ def test_target_and_draft_may_be_in_flight_together() -> None:
         target, draft = dispatcher_of(target_pool), dispatcher_of(draft_pool, "triton")
         regions = [one._exchange.combine_input() for one in (target, draft)]
         work, draft_work = work_of(5, group.rank), work_of(3, 50 + group.rank)
-        hidden, ids, weights = work
-        topk = StandardTopKOutput(weights, ids, None)
-        dispatched = target.dispatch(hidden_states=hidden, topk_output=topk)
-        worst = _worst(layer(draft, *draft_work), dense(*draft_work))
-        got = target.combine(combine_input=experts_of(target, dispatched))
-        worst = max(worst, _worst(got, dense(*work)))
+        handed = dispatched(target, work)
+        worst = worst_of(layer(draft, *draft_work), dense(*draft_work))
+        got = target.combine(combine_input=experts_of(target, handed))
+        worst = max(worst, worst_of(got, dense(*work)))
         apart = regions[0].data_ptr() != regions[1].data_ptr()
         target_pool.close()
         draft_pool.close()
@@ -314,35 +286,30 @@ def test_layers_of_one_pool_share_the_exchange() -> None:
         assert first._exchange is second._exchange
         assert other._exchange is not first._exchange
 
-    run_ranks(2, _with_pool(body))
+    on_ranks(2, body)
 
 
 def test_a_second_dispatch_needs_the_combine_of_the_first() -> None:
     def body(pool: ExchangePool) -> None:
-        subject = dispatcher_of(pool, "triton")
-        hidden, ids, weights = work_of(2, 1)
-        topk = StandardTopKOutput(weights, ids, None)
+        subject, work = dispatcher_of(pool, "triton"), work_of(2, 1)
         with pytest.raises(ExchangeStateError, match="without a dispatch"):
-            subject.combine(combine_input=StandardCombineInput(hidden))
-        subject.dispatch(hidden_states=hidden, topk_output=topk)
+            subject.combine(combine_input=StandardCombineInput(work[0]))
+        dispatched(subject, work)
         with pytest.raises(ExchangeStateError, match="combine"):
-            subject.dispatch(hidden_states=hidden, topk_output=topk)
+            dispatched(subject, work)
 
-    run_ranks(1, _with_pool(body))
+    on_ranks(1, body)
 
 
 def test_combine_takes_the_format_of_dispatch_alone() -> None:
     def body(pool: ExchangePool) -> None:
         subject = dispatcher_of(pool, "flashinfer_trtllm")
-        hidden, ids, weights = work_of(2, 1)
-        topk = StandardTopKOutput(weights, ids, None)
-        rows = subject.dispatch(hidden_states=hidden, topk_output=topk).hidden_states
-        with pytest.raises(
-            UnsupportedError, match="format flashinfer, its runner returns standard"
-        ):
+        rows = dispatched(subject, work_of(2, 1)).hidden_states
+        told = "format flashinfer, its runner returns standard"
+        with pytest.raises(UnsupportedError, match=told):
             subject.combine(combine_input=StandardCombineInput(rows))
 
-    run_ranks(1, _with_pool(body))
+    on_ranks(1, body)
 
 
 # The bound of a step.
@@ -355,15 +322,13 @@ def test_combine_takes_the_format_of_dispatch_alone() -> None:
 def test_a_step_has_slots_for_the_largest_batch(
     monkeypatch: pytest.MonkeyPatch, most: int | None, bound: int
 ) -> None:
-    (group,) = ThreadGroup.ranks(1)
-    pool = pool_of(group)
-    subject = dispatcher_of(pool, "triton", capacity=42)
     monkeypatch.setattr(base, "most_tokens_of_a_rank", lambda: most)
-    hidden, ids, weights = work_of(1, 1)
-    topk = StandardTopKOutput(weights, ids, None)
-    dispatched = subject.dispatch(hidden_states=hidden, topk_output=topk)
-    assert dispatched.hidden_states.shape[0] == bound
-    pool.close()
+
+    def body(pool: ExchangePool) -> int:
+        subject = dispatcher_of(pool, "triton", capacity=42)
+        return len(dispatched(subject, work_of(1, 1)).hidden_states)
+
+    assert on_ranks(1, body) == [bound]
 
 
 @pytest.mark.parametrize("counts", [(3, 1), (30, 40), (0, 0), (8, 9)], ids=str)
@@ -374,15 +339,12 @@ def test_rounds_of_several_bounds_are_the_dense_layer(
     monkeypatch.setattr(base, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
     monkeypatch.setattr(base, "get_dp_global_num_tokens", lambda: list(counts))
 
-    def body(group: Any) -> float:
-        pool = pool_of(group)
-        subject = dispatcher_of(pool, "triton", capacity=40)
-        work = work_of(counts[group.rank], group.rank)
-        worst = _worst(layer(subject, *work), dense(*work))
-        pool.close()
-        return worst
+    def body(pool: ExchangePool) -> float:
+        work = work_of(counts[pool.ranks.rank], pool.ranks.rank)
+        got = layer(dispatcher_of(pool, "triton", capacity=40), *work)
+        return worst_of(got, dense(*work))
 
-    assert max(run_ranks(2, body)) < 1e-5
+    assert max(on_ranks(2, body)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -443,8 +405,7 @@ def test_only_cpu_ranks_read_what_arrived(
             subject._hand_out(current)
             subject._partial_rows(hidden, current)
 
-    (group,) = ThreadGroup.ranks(1)
-    _with_pool(body)(group)
+    with_pool(body, *ThreadGroup.ranks(1))
 
 
 # Refusals: of all ranks.
@@ -461,7 +422,8 @@ def test_only_cpu_ranks_read_what_arrived(
     ],
 )
 def test_layers_that_would_be_misplaced_are_refused(values: Any, message: str) -> None:
-    outcomes = try_ranks(2, _with_pool(lambda pool: dispatcher_of(pool, **values)))
+    making = functools.partial(with_pool, lambda pool: dispatcher_of(pool, **values))
+    outcomes = try_ranks(2, making)
     for outcome in outcomes:
         assert isinstance(outcome, UnsupportedError)
         assert message in str(outcome)
@@ -489,4 +451,4 @@ def test_old_bytes_of_empty_slots_reach_only_runners_that_look_at_filled_rows(cl
         return bool(rows.isfinite().all()), int((rows == 1).all(1).sum())
 
     # Experts 0 to 2 are rank 0's: it has a row of each rank, and rank 1 never has one.
-    assert run_ranks(2, _with_pool(body)) == [(clears, 2), (True, 0)]
+    assert on_ranks(2, body) == [(clears, 2), (True, 0)]

@@ -6,19 +6,13 @@ its Python files, and kept in the user's cache directory. Nothing of it is impor
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
 import pytest
 
 from moe_nvlink_plugin.integration.common.names import Fields, Touched
-from moe_nvlink_plugin.integration.common.own_source import Reader
 from moe_nvlink_plugin.integration.sglang import compat
-from tests.integration.common.framework_source import Source, patched_for_no_reason, unmarked
+from tests.integration.common.framework_source import Source, differences
 from tests.integration.common.framework_wheels import Wheels
 
-ROOT = Path(__file__).resolve().parents[3]
-ADAPTER = Path(compat.__file__).parent
 TOUCHED = compat.touched()
 WHEELS = Wheels(
     "sglang",
@@ -34,13 +28,7 @@ def source(request: pytest.FixtureRequest) -> Source:
 
 
 def test_every_name_is_there_as_we_touch_it(source: Source) -> None:
-    complaints = [source.complaints(touched) for touched in TOUCHED]
-    assert [complaint for complaint in complaints if complaint] == []
-
-
-def test_every_field_we_read_is_there(source: Source) -> None:
-    missing = [name for fields in compat.FIELDS for name in source.missing_fields(fields)]
-    assert missing == []
+    assert differences(compat, source) == []
 
 
 def test_a_name_that_moved_is_found(source: Source) -> None:
@@ -55,37 +43,3 @@ def test_a_name_that_moved_is_found(source: Source) -> None:
 
 def test_tests_have_served_no_version_that_none_has_read() -> None:
     assert {one for tried in compat.TRIED.values() for one in tried} <= set(compat.READ)
-
-
-def test_every_method_that_overrides_one_says_so(source: Source) -> None:
-    assert unmarked(Reader(compat.RULES), source) == set()
-
-
-# The list, held against our own source and the README.
-
-
-def test_every_name_that_we_replace_has_a_reason() -> None:
-    assert patched_for_no_reason(TOUCHED) == []
-
-
-def test_the_tables_of_versions_say_what_was_done() -> None:
-    """README's what is supported, and the integrations' how that is known."""
-    row = f"| SGLang | {compat.supported_versions()} |"
-    for file, wanted in (
-        ("README.md", f"{row.rpartition(' | ')[0]} |"),
-        ("integration/README.md", row),
-    ):
-        assert wanted in (ROOT / file).read_text(encoding="utf-8").splitlines()
-
-
-def test_neither_adapter_imports_the_other() -> None:
-    """Nor the other's framework: each is installed where the other's framework is missing."""
-    for folder, other in (("sglang", "vllm"), ("vllm", "sglang")):
-        for path in sorted((ADAPTER.parent / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                names = []
-                if isinstance(node, ast.ImportFrom):
-                    names = [str(node.module), *(alias.name for alias in node.names)]
-                elif isinstance(node, ast.Import):
-                    names = [alias.name for alias in node.names]
-                assert not [name for name in names if other in name.split(".")], path

@@ -28,13 +28,14 @@ from moe_nvlink_plugin.recipes import NVFP4
 from tests.integration.sglang.sglang_layer import (
     CAPACITY,
     TOP_K,
-    StandardTopKOutput,
     base,
     dense,
+    dispatched,
     dispatcher_of,
     experts_of,
     pool_of,
     work_of,
+    worst_of,
 )
 from tests.support import fake_cuda
 from tests.support.fake_cuda import ptx
@@ -81,14 +82,13 @@ def _case_body(group: Any, case: Case) -> dict[str, Any]:
     subject.set_quant_config({"input_global_scale": SCALE if case.nvfp4 else None})
     exchange = subject._exchange
     assert exchange._layer.workspace.executor.asynchronous
-    worst, bounds = 0.0, set()
+    errors, bounds = [], set()
     for number in range(NUM_ROUNDS):
         hidden, ids, weights = work_of(_count(number, group.rank), 100 * number + group.rank)
         # SGLang's number for this step: bounds alternate.
         most = 2 * CAPACITY if number % 2 else max(_count(number, rank) for rank in range(2))
         base.most_tokens_of_a_rank = lambda most=most: most  # type: ignore[misc]
-        topk = StandardTopKOutput(weights, ids, None)
-        output = subject.dispatch(hidden_states=hidden, topk_output=topk)
+        output = dispatched(subject, (hidden, ids, weights))
         bounds.add(output.hidden_states.shape[0] // 2)
         if case.nvfp4:
             scales = output.hidden_states_scale.view(torch.float8_e4m3fn)
@@ -97,11 +97,10 @@ def _case_body(group: Any, case: Case) -> dict[str, Any]:
             hidden = NVFP4.dequantise(*NVFP4.quantise(hidden, SCALE), torch.float32, SCALE)
         got = subject.combine(combine_input=experts_of(subject, output))
         exchange.synchronize()
-        error = (got - dense(hidden, ids, weights)).abs().nan_to_num(nan=float("inf"))
-        worst = max([worst, *error.flatten().tolist()])
+        errors.append(worst_of(got, dense(hidden, ids, weights)))
     launched = fake_cuda.control().last_launch()
     pool.close()
-    return {"worst": worst, "launches": launched.count - before, "bounds": bounds}
+    return {"worst": max(errors), "launches": launched.count - before, "bounds": bounds}
 
 
 def layer_body(rank: int, size: int) -> list[dict[str, Any]]:

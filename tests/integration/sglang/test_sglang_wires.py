@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -13,17 +12,16 @@ import torch
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.recipes import FP8_BLOCK, MXFP8, NVFP4, combine_formats
-from moe_nvlink_plugin.testing import run_ranks
 from tests.integration.sglang.sglang_layer import (
     CAPACITY,
     HIDDEN_SIZE,
     NUM_EXPERTS,
-    StandardTopKOutput,
     dense,
+    dispatched,
     dispatcher_of,
     experts_of,
     layer,
-    pool_of,
+    on_ranks,
     work_of,
 )
 
@@ -35,17 +33,6 @@ SCALE = torch.tensor(4.0)  # of nvfp4: activations are multiplied by it
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_NVLINK_TIMEOUT_S", "60")
     monkeypatch.setenv("MOE_NVLINK_FIRST_TIMEOUT_S", "60")
-
-
-def _on_ranks(ep_size: int, body: Callable[[ExchangePool], Any], **options: Any) -> list[Any]:
-    def rank(group: Any) -> Any:
-        pool = pool_of(group, **options)
-        try:
-            return body(pool)
-        finally:
-            pool.close()
-
-    return run_ranks(ep_size, rank)
 
 
 # Restored on arrival: every runner takes floats.
@@ -64,7 +51,7 @@ def test_rows_of_a_recipe_that_a_user_names_are_restored(recipe: Any, runner: st
         expected = dense(restored, ids, weights)
         return torch.allclose(layer(subject, hidden, ids, weights), expected, atol=1e-5)
 
-    assert _on_ranks(2, body, dispatch=recipe.name) == [True, True]
+    assert on_ranks(2, body, dispatch=recipe.name) == [True, True]
 
 
 # As they travel: what set_quant_config asks for, if the runner takes it.
@@ -76,9 +63,7 @@ def _dispatched(pool: ExchangePool, runner: str, quant_config: Any, **more: Any)
     subject.set_quant_config(quant_config)
     hidden, ids, weights = work_of(CAPACITY, 9)
     hidden, ids = hidden.bfloat16(), ids.abs()  # every token has an expert of the one rank
-    topk = StandardTopKOutput(weights, ids, None)
-    output = subject.dispatch(hidden_states=hidden, topk_output=topk)
-    return subject, hidden, output
+    return subject, hidden, dispatched(subject, (hidden, ids, weights))
 
 
 @pytest.fixture
@@ -107,7 +92,7 @@ def test_nvfp4_rows_reach_the_runner_as_they_travelled(runner: str, interleave: 
         assert torch.equal(output.hidden_states_scale, scales)
         assert output.output_dtype == torch.bfloat16
 
-    _on_ranks(1, body)
+    on_ranks(1, body)
 
 
 @pytest.mark.parametrize("runner", ["flashinfer_trtllm", "flashinfer_trtllm_routed"])
@@ -122,7 +107,7 @@ def test_mxfp8_rows_reach_trtllm_as_they_travelled(runner: str) -> None:
         assert output.hidden_states_scale.shape == (CAPACITY, HIDDEN_SIZE // 32)
         assert torch.equal(output.hidden_states_scale, expected.scales)
 
-    _on_ranks(1, body)
+    on_ranks(1, body)
 
 
 def test_fp8_blocks_reach_triton_beside_rows_of_the_output() -> None:
@@ -139,7 +124,7 @@ def test_fp8_blocks_reach_triton_beside_rows_of_the_output() -> None:
         assert output.hidden_states.data_ptr() == region.data_ptr()
         assert output.hidden_states.dtype == torch.bfloat16
 
-    _on_ranks(1, body, dispatch="fp8_block")
+    on_ranks(1, body, dispatch="fp8_block")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +149,7 @@ def test_other_layers_get_floats(runner: str, config: Any, more: dict[str, Any])
         assert subject._exchange.config.recipe is None
         assert subject._experts.quant_dtype is None
 
-    _on_ranks(1, body)
+    on_ranks(1, body)
 
 
 def test_a_user_can_turn_quantised_rows_off() -> None:
@@ -176,7 +161,7 @@ def test_a_user_can_turn_quantised_rows_off() -> None:
         assert torch.equal(output.hidden_states, hidden)
         assert output.hidden_states_scale is None
 
-    _on_ranks(1, body, dispatch="bf16")
+    on_ranks(1, body, dispatch="bf16")
 
 
 def test_a_layer_with_quantised_rows_is_the_dense_one_of_them() -> None:
@@ -186,8 +171,7 @@ def test_a_layer_with_quantised_rows_is_the_dense_one_of_them() -> None:
         subject = dispatcher_of(pool, "flashinfer_trtllm")
         subject.set_quant_config({"input_global_scale": SCALE})
         hidden, ids, weights = work_of(CAPACITY - pool.ranks.rank, pool.ranks.rank)
-        topk = StandardTopKOutput(weights, ids, None)
-        output = subject.dispatch(hidden_states=hidden, topk_output=topk)
+        output = dispatched(subject, (hidden, ids, weights))
         scale, scales = SCALE.reshape(1), output.hidden_states_scale.view(E4M3)
         floats = NVFP4.dequantise(output.hidden_states, scales, torch.float32, scale)
         partial = experts_of(
@@ -198,7 +182,7 @@ def test_a_layer_with_quantised_rows_is_the_dense_one_of_them() -> None:
         got = subject.combine(combine_input=partial)
         return float((got - dense(seen, ids, weights)).abs().max())
 
-    assert max(_on_ranks(4, body)) < 1e-5
+    assert max(on_ranks(4, body)) < 1e-5
 
 
 # Agreement, and weights that are replaced.
@@ -211,7 +195,7 @@ def test_ranks_with_other_scales_are_refused() -> None:
             subject.set_quant_config({"input_global_scale": SCALE + pool.ranks.rank})
         return str(refused.value)
 
-    for message in _on_ranks(2, body):
+    for message in on_ranks(2, body):
         assert "static activation scale of MoE layer 3 differs" in message
 
 
@@ -227,7 +211,7 @@ def test_new_weights_may_bring_another_scale_but_no_other_format() -> None:
             with pytest.raises(UnsupportedError, match="from nvfp4 to floats"):
                 subject.set_quant_config({})
 
-    _on_ranks(2, body)
+    on_ranks(2, body)
 
 
 # On the way back.
@@ -252,4 +236,4 @@ def test_partial_rows_travel_back_in_the_format_of_the_option(name: str) -> None
         inside = bool((error <= bound + 1e-5).all())
         return inside and float(error.max()) > 1e-4  # and something was rounded
 
-    assert _on_ranks(2, body, combine=name) == [True, True]
+    assert on_ranks(2, body, combine=name) == [True, True]

@@ -159,28 +159,21 @@ def _config(model: Model, more: str) -> Any:
     from vllm.model_executor.layers.fused_moe import config
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-    from moe_nvlink_plugin.integration.vllm.backend import CARRIER
+    from tests.integration.vllm.moe.vllm_layer import moe_config_of, parallel_of
 
     physical = model.num_experts + (32 if more == "EPLB" else 0)
-    parallel = config.FusedMoEParallelConfig(
-        **dict.fromkeys(("tp_size", "pcp_size", "sp_size"), 1),
-        **dict.fromkeys(("tp_rank", "pcp_rank", "dp_rank", "ep_rank"), 0),
-        **dict.fromkeys(("dp_size", "ep_size"), EP_SIZE),
-        use_ep=True,
-        all2all_backend=CARRIER,
-        enable_eplb=more == "EPLB",
-    )
-    made = config.FusedMoEConfig(
+    made = moe_config_of(
+        EP_SIZE,
+        0,
+        physical // EP_SIZE,
         num_experts=physical,
+        num_logical_experts=model.num_experts,
         experts_per_token=model.top_k,
         hidden_dim=model.hidden_size,
         intermediate_size=model.intermediate_size,
-        num_local_experts=physical // EP_SIZE,
-        num_logical_experts=model.num_experts,
         activation=MoEActivation[model.activation],
-        device="cpu",
         routing_method=config.RoutingMethodType[model.routing],
-        moe_parallel_config=parallel,
+        moe_parallel_config=parallel_of(EP_SIZE, 0, balances=more == "EPLB"),
         in_dtype=torch.bfloat16,
         max_num_tokens=8192,
         has_bias=model.has_bias,

@@ -5,6 +5,7 @@ Moves of experts between ranks: test_vllm_balancing_ranks.py.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,22 +21,10 @@ from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm import backend
 from moe_nvlink_plugin.integration.vllm.balancing import cpu_layers, eplb
+from tests.integration.vllm.vllm_config import config_with_us
 
-pytestmark = pytest.mark.usefixtures("environment")
-
-
-def created(checkpoint: Path, **values: Any) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    asked = {"all2all_backend": backend.BACKEND, "enable_eplb": True, "data_parallel_size": 2}
-    return EngineArgs(
-        model=str(checkpoint),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=512,
-        enable_expert_parallel=True,
-        **{**asked, **values},
-    ).create_engine_config()
+#: Of a checkpoint and values.
+created = functools.partial(config_with_us, enable_eplb=True)
 
 
 # Who may ask for it.
@@ -102,10 +91,8 @@ def test_what_cpu_ranks_cannot_do_is_named(
 
 
 def rules(device: str, **values: Any) -> list[str]:
-    parallel = SimpleNamespace(
-        enable_eplb=True,
-        eplb_config=SimpleNamespace(communicator="torch_gloo"),
-    )
+    balancing = SimpleNamespace(communicator="torch_gloo")
+    parallel = SimpleNamespace(enable_eplb=True, eplb_config=balancing)
     config = {"parallel_config": parallel, "speculative_config": None, "use_v2_model_runner": False}
     asked = SimpleNamespace(**{**config, **values})
     return list(eplb.problems(asked, device, worker_is_ours=True))
@@ -176,17 +163,10 @@ def test_no_tokens() -> None:
 # Weights that can move.
 
 
-def experts(kind: type) -> Any:
-    return object.__new__(kind)
-
-
-def test_packed_weights_of_unquantised_experts_can_move() -> None:
-    cpu_layers.check_movable(experts(cpu_moe.CPUUnquantizedExperts), "layer 3")
-
-
-def test_weights_of_which_nothing_is_known_cannot() -> None:
+def test_packed_weights_of_unquantised_experts_alone_can_move() -> None:
+    cpu_layers.check_movable(object.__new__(cpu_moe.CPUUnquantizedExperts), "layer 3")
     with pytest.raises(UnsupportedError, match="CPUExpertsFp8 of layer 3 packs"):
-        cpu_layers.check_movable(experts(cpu_moe.CPUExpertsFp8), "layer 3")
+        cpu_layers.check_movable(object.__new__(cpu_moe.CPUExpertsFp8), "layer 3")
 
 
 def test_a_layout_that_mixes_experts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,4 +178,4 @@ def test_a_layout_that_mixes_experts_is_found(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(cpu_layers, "cpu_prepack_moe_weight", mixing)
     with pytest.raises(UnsupportedError, match="Mixed of layer 3"):
-        cpu_layers.check_movable(experts(Mixed), "layer 3")
+        cpu_layers.check_movable(object.__new__(Mixed), "layer 3")

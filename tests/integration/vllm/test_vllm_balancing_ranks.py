@@ -128,12 +128,12 @@ def served(rank: int, ep_size: int, ranks: Ranks) -> dict[str, Any]:
     """Rounds of both layers, of which each must be right, with moves between them."""
     features.add(cpu_layers.MovableExperts())
     pool = vllm_experts.join_as(ranks)
-    weights, runners = [Weights(layer) for layer in range(NUM_LAYERS)], []
-    for number, one in enumerate(weights):
-        layer = vllm_experts.make_layer(rank, ep_size, redundant=REDUNDANT, name=f"layer {number}")
-        one.load(layer)
-        layer.quant_method.process_weights_after_loading(layer)
-        runners.append(Runner(layer))
+    weights = [Weights(layer) for layer in range(NUM_LAYERS)]
+    layers = [
+        vllm_experts.loaded(rank, ep_size, one, redundant=REDUNDANT, name=f"layer {number}")
+        for number, one in enumerate(weights)
+    ]
+    runners = [Runner(layer) for layer in layers]
     state = balancer(runners, ep_size)
     (model_state,) = state.model_states.values()
     watch = moves.Moves(ranks)
@@ -239,16 +239,22 @@ def test_ranks_agree_on_static_scales_again() -> None:
     assert second[3] == "UnsupportedError: 0.5 and 0.25"
 
 
-def test_a_move_beside_the_steps_ends_with_its_last_layer() -> None:
-    """What vLLM's asynchronous balancer leaves after each step."""
-    placed = torch.tensor([[0, 1], [0, 1]])
-    one = SimpleNamespace(physical_to_logical_map=placed, rebalanced=False, model=torch.nn.Module())
-    state = SimpleNamespace(
+def state_of(placed: torch.Tensor, model: torch.nn.Module) -> Any:
+    """As much of the balancer's as is watched."""
+    one = SimpleNamespace(physical_to_logical_map=placed, rebalanced=False, model=model)
+    return SimpleNamespace(
         model_states={"m": one},
         expert_rearrangement_step=5,
         step=lambda: None,
         rearrange=lambda: None,
     )
+
+
+def test_a_move_beside_the_steps_ends_with_its_last_layer() -> None:
+    """What vLLM's asynchronous balancer leaves after each step."""
+    placed = torch.tensor([[0, 1], [0, 1]])
+    state = state_of(placed, torch.nn.Module())
+    one = state.model_states["m"]
     watch = moves.Moves(Ranks(None, 0, 1, WORDING))
     watch.follow(state)
     seen = []

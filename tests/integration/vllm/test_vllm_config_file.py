@@ -21,9 +21,10 @@ from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MODELS, write_che
 from moe_nvlink_plugin.integration.vllm import backend
 from moe_nvlink_plugin.integration.vllm.choices import KEY, options_of
 from moe_nvlink_plugin.integration.vllm.scheduler import capacity
+from tests.integration.vllm import vllm_config
 
-pytestmark = pytest.mark.usefixtures("environment")
-
+#: Arguments for that model.
+HERE = ("--skip-tokenizer-init", "--dtype=float32", "--max-model-len=512")
 SCHEDULER = "moe_nvlink_plugin.integration.vllm.scheduler.GuaranteedNoEvictScheduler"
 README = Path(__file__).parents[3] / "integration" / "vllm" / "README.md"
 
@@ -48,16 +49,17 @@ def instead(documented: str) -> str:
 
 def _engine_args(text: str, folder: Path, *more: str) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     file = folder / "moe_nvlink.yaml"
     file.write_text(text, encoding="utf-8")
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    return AsyncEngineArgs.from_cli_args(parser.parse_args(["--config", str(file), *more]))
+    arguments = vllm_config.parser().parse_args(["--config", str(file), *more])
+    return AsyncEngineArgs.from_cli_args(arguments)
 
 
-def found_here(text: str, model: Path, folder: Path) -> str:
-    """The block with a model and a tuning file that are there."""
+def found_here(text: str, folder: Path) -> str:
+    """The block with a model that drafts and a tuning file, which are there."""
+    with_draft = dataclasses.replace(MODELS["glm4_moe"], num_mtp_layers=1)
+    model = write_checkpoint(folder / "model", with_draft)
     file = folder / "tuned.json"
     tuning.save(str(file), tuning.Tuning(tuning.Machine.here(torch.device("cpu"), 8), {}))
     for name, path in (("model: MODEL\n", model), ("tuning: tuned.json\n", file)):
@@ -101,27 +103,22 @@ def test_the_schedulers_options_arrive_too(documented: str, tmp_path: Path) -> N
     text = documented.replace("  moe_nvlink:\n", given) + f"scheduler-cls: {SCHEDULER}\n"
     found = _engine_args(text, tmp_path)
     assert found.additional_config[KEY]["capacity"]["reserve"] == 0.5
-    here = ("--skip-tokenizer-init", "--dtype=float32", "--max-model-len=512")
-    with_draft = dataclasses.replace(MODELS["glm4_moe"], num_mtp_layers=1)
-    model = write_checkpoint(tmp_path / "model", with_draft)
-    config = _engine_args(found_here(text, model, tmp_path), tmp_path, *here).create_engine_config()
+    text = found_here(text, tmp_path)
+    config = _engine_args(text, tmp_path, *HERE).create_engine_config()
     assert capacity.check(config) == capacity.Capacity(reserve=0.5)
 
 
 @pytest.mark.long
 def test_its_server_starts(documented: str, tmp_path: Path) -> None:
     """All checks at start-up pass: the options fit together, and with such a model."""
-    with_draft = dataclasses.replace(MODELS["glm4_moe"], num_mtp_layers=1)
-    model = write_checkpoint(tmp_path / "model", with_draft)
-    text = found_here(documented, model, tmp_path)
-    here = ("--skip-tokenizer-init", "--dtype=float32", "--max-model-len=512")
-    found = _engine_args(text, tmp_path, *here).create_engine_config()
+    text = found_here(documented, tmp_path)
+    found = _engine_args(text, tmp_path, *HERE).create_engine_config()
     assert backend.is_selected(found)
     assert found.speculative_config.use_local_argmax_reduction, "our check has come to the draft"
     # A tuning file that cannot be read is refused before a worker starts.
     (tmp_path / "tuned.json").write_text("{")
     with pytest.raises(UnsupportedError, match=r"tuning='.*tuned.json' .* is torn, or no file of"):
-        _engine_args(text, tmp_path, *here).create_engine_config()
+        _engine_args(text, tmp_path, *HERE).create_engine_config()
 
 
 def test_the_order_of_the_file_does_not_matter(documented: str, tmp_path: Path) -> None:

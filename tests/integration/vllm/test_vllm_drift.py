@@ -26,7 +26,7 @@ from moe_nvlink_plugin.integration.common.names import (
 )
 from moe_nvlink_plugin.integration.common.own_source import Reader, modules_of
 from moe_nvlink_plugin.integration.vllm import compat
-from tests.integration.common.framework_source import Source, unmarked
+from tests.integration.common.framework_source import Source, differences
 from tests.integration.common.framework_wheels import Wheels
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -61,17 +61,7 @@ def source(request: pytest.FixtureRequest) -> Source:
 
 
 def test_every_name_is_there_as_we_touch_it(source: Source) -> None:
-    complaints = [source.complaints(touched) for touched in TOUCHED]
-    assert [complaint for complaint in complaints if complaint] == []
-
-
-def test_every_field_we_read_is_there(source: Source) -> None:
-    missing = [name for fields in compat.FIELDS for name in source.missing_fields(fields)]
-    assert missing == []
-
-
-def test_every_method_that_overrides_one_says_so(source: Source) -> None:
-    assert unmarked(Reader(compat.RULES), source) == set()
+    assert differences(compat, source) == []
 
 
 def test_what_disappears_from_vllm_is_found() -> None:
@@ -114,16 +104,6 @@ def test_the_installed_version_is_one_of_those_read() -> None:
         pinned += re.findall(r"\bvllm(?:-cpu)?==([\d.]+)", (ROOT / file).read_text("utf-8"))
     assert tuple(pinned) == compat.READ
     assert compat.TRIED["cpu"] == tuple(map(minor, pinned))
-
-
-def test_the_tables_of_versions_say_what_was_done() -> None:
-    """README's what is supported, and the integrations' how that is known."""
-    row = f"| vLLM | {compat.supported_versions()} |"
-    for file, wanted in (
-        ("README.md", f"{row.rpartition(' | ')[0]} |"),
-        ("integration/README.md", row),
-    ):
-        assert wanted in (ROOT / file).read_text(encoding="utf-8").splitlines()
 
 
 # That the reader of sources notices.

@@ -39,8 +39,7 @@ from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.integration.vllm.moe import vllm_experts
 from tests.integration.vllm.moe.vllm_experts import NUM_EXPERTS, Weights, tokens
 from tests.integration.vllm.moe.vllm_layer import parallel_of
-
-pytestmark = pytest.mark.usefixtures("environment")
+from tests.integration.vllm.test_vllm_balancing_ranks import state_of
 
 T = TypeVar("T")
 OLD, NEW = 2, 3
@@ -71,13 +70,10 @@ def test_a_rank_that_joins_pairs_with_those_that_serve(monkeypatch: pytest.Monke
 
     def loaded(rank: int, size: int) -> list[Any]:
         redundant = PER_RANK * size - NUM_EXPERTS
-        made = []
-        for number, one in enumerate(weights):
-            layer = vllm_experts.make_layer(rank, size, redundant=redundant, name=f"layer {number}")
-            one.load(layer)
-            layer.quant_method.process_weights_after_loading(layer)
-            made.append(layer)
-        return made
+        return [
+            vllm_experts.loaded(rank, size, one, redundant=redundant, name=f"layer {number}")
+            for number, one in enumerate(weights)
+        ]
 
     def check(mine: list[Any], rank: int, size: int) -> None:
         """A round of each layer; every physical expert is a copy of a logical one."""
@@ -264,23 +260,13 @@ def test_layers_are_staged_in_order_and_vllms_methods_are_not(
     steps.shutdown()
 
 
-def _state(placed: torch.Tensor, model: torch.nn.Module) -> Any:
-    one = SimpleNamespace(physical_to_logical_map=placed, rebalanced=False, model=model)
-    return SimpleNamespace(
-        model_states={"m": one},
-        expert_rearrangement_step=5,
-        step=lambda: None,
-        rearrange=lambda: None,
-    )
-
-
 def test_moves_are_followed_with_more_ranks() -> None:
     """The placement has more columns then, and weights are not where vLLM's loader puts them."""
     layer = layers.MoeNvlinkRoutedExperts.__new__(layers.MoeNvlinkRoutedExperts)
     torch.nn.Module.__init__(layer)
     layer.__dict__["quant_method"] = None
     model = torch.nn.Sequential(layer)
-    state = _state(torch.tensor([[0, 1]]), model)
+    state = state_of(torch.tensor([[0, 1]]), model)
     watch = moves.Moves(Ranks(None, 0, 2, WORDING))
     watch.follow(state)
     has_moved = layer.have_moved

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import queue
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,36 +29,21 @@ from moe_nvlink_plugin.integration.vllm.faults import engine as engines
 from moe_nvlink_plugin.integration.vllm.faults.engine import MoeNvlinkEngineSentinel
 from moe_nvlink_plugin.integration.vllm.faults.worker import bound_waits, ranges
 
+#: The number of a call.
+RETRY = 5
 
-class Store:
-    """A torch Store that waits 20 s at most."""
 
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-
-    def set(self, key: str, value: bytes) -> None:
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def get(self, key: str) -> bytes:
-        with self._changed:
-            assert self._changed.wait_for(lambda: key in self._values, 20), key
-            return self._values[key]
-
-    def wait(self, keys: list[str], limit: datetime.timedelta) -> None:
-        with self._changed:
-            if not self._changed.wait_for(
-                lambda: self._values.keys() >= set(keys), limit.total_seconds()
-            ):
-                raise RuntimeError("wait timeout")
+def store_of_ranks() -> Any:
+    """torch's, which waits 20 s at most."""
+    store: Any = torch._C._distributed_c10d.HashStore()
+    store.set_timeout(datetime.timedelta(seconds=20))
+    return store
 
 
 class Engine(SimpleNamespace):
     """What the sentinel asks of vLLM's engine; its worker says that it has lost experts 4 and 5."""
 
-    def __init__(self, rank: int, store: Store, *, running: bool, size: int = 3) -> None:
+    def __init__(self, rank: int, store: Any = None, *, running: bool, size: int = 3) -> None:
         parallel = SimpleNamespace(
             data_parallel_size=size,
             data_parallel_rank=rank,
@@ -114,7 +99,7 @@ def no_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sentinels(*running: bool) -> list[MoeNvlinkEngineSentinel]:
     """Of ranks 0, 1, ... of three; an engine that runs is in its fault."""
-    store, found = Store(), []
+    store, found = store_of_ranks(), []
     for rank, runs in enumerate(running):
         engine = Engine(rank, store, running=runs)
         sentinel = MoeNvlinkEngineSentinel(engine, engine.vllm_config.parallel_config)
@@ -126,31 +111,22 @@ def sentinels(*running: bool) -> list[MoeNvlinkEngineSentinel]:
 
 
 def tell(those: list[MoeNvlinkEngineSentinel], *params: dict[str, Any]) -> list[Any]:
-    """`retry` to all at once; what each answers."""
-    threads = [
-        threading.Thread(
-            target=one.handle_command,
-            args=(0, 5, {"instruction": "retry", "params": given, "request_id": "r"}),
-        )
-        for one, given in zip(those, params, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return [
-        next(
-            outputs.utility_output.result.result
-            for _client, outputs in list(one.engine.output_queue.queue)
-            if outputs.utility_output.call_id == 5
-        )
-        for one in those
-    ]
+    """`retry` to all at once; what each answers. What they have said before is forgotten."""
+
+    def tell_one(one: MoeNvlinkEngineSentinel, given: dict[str, Any]) -> Any:
+        one.engine.output_queue.queue.clear()
+        asked = {"instruction": "retry", "params": given, "request_id": "r"}
+        one.handle_command(0, RETRY, asked)
+        return answers(one, is_ours=True)[0]
+
+    with ThreadPoolExecutor(len(those)) as pool:
+        return list(pool.map(tell_one, those, params, timeout=60))
 
 
-def statuses(sentinel: MoeNvlinkEngineSentinel) -> list[dict[str, Any]]:
+def answers(sentinel: MoeNvlinkEngineSentinel, *, is_ours: bool = False) -> list[dict[str, Any]]:
+    """What the sentinel has said to our call, or else: its statuses."""
     those = [outputs.utility_output for _client, outputs in sentinel.engine.output_queue.queue]
-    return [one.result.result for one in those if one.call_id != 5]
+    return [one.result.result for one in those if (one.call_id == RETRY) == is_ours]
 
 
 def test_two_go_on_without_the_third(groups: list[tuple[int, int, int]]) -> None:
@@ -167,7 +143,7 @@ def test_two_go_on_without_the_third(groups: list[tuple[int, int, int]]) -> None
         assert one.engine.engines_running
         assert one.resumed.is_set()
         assert one.engine.asked[0]["alive"] == [0, 1]
-        last = statuses(one)[-1]
+        last = answers(one)[-1]
         assert last["status"] == "healthy"
         assert last["dead_ranks"] == [2]
         assert last["lost_experts"] == ["4-5"]
@@ -183,18 +159,16 @@ def test_a_fault_that_passes_needs_all(groups: list[tuple[int, int, int]]) -> No
     told = tell(those, {}, {}, {})
     assert [one["success"] for one in told] == [True] * 3
     assert sorted(rank for _port, rank, size in groups if size == 3) == [0, 1, 2]
-    assert "dead_ranks" not in statuses(those[0])[-1]
+    assert "dead_ranks" not in answers(those[0])[-1]
 
 
 def test_a_second_death_leaves_out_both(groups: list[tuple[int, int, int]]) -> None:
     those = sentinels(True, True)
     tell(those, {"dead_ranks": [2]}, {"dead_ranks": [2]})
     those[0].status_type = EngineStatusType.UNHEALTHY
-    for one in those:
-        one.engine.output_queue.queue.clear()
     (told,) = tell(those[:1], {"dead_ranks": [1]})
     assert told["success"]
-    assert statuses(those[0])[-1]["dead_ranks"] == [1, 2]
+    assert answers(those[0])[-1]["dead_ranks"] == [1, 2]
     assert groups[-1][1:] == (0, 1)
 
 
@@ -230,8 +204,6 @@ def test_ranks_that_were_told_of_other_deaths(
     assert not any(one["success"] for one in told)
     assert "post the same dead_ranks" in told[2]["reason"]
     assert groups == []
-    for one in those:
-        one.engine.output_queue.queue.clear()
     monkeypatch.setattr(engines, "RETRY_S", 30)
     told = tell(those[:2], {"dead_ranks": [2]}, {"dead_ranks": [2]})
     assert [one["success"] for one in told] == [True, True]
@@ -249,7 +221,6 @@ def test_a_retry_that_the_others_do_not_hear_of(
     assert those[0].status_type == EngineStatusType.HEALTHY
     assert groups == []
     monkeypatch.setattr(engines, "RETRY_S", 30)
-    those[0].engine.output_queue.queue.clear()
     again = tell(those, {"dead_ranks": [2]}, {"dead_ranks": [2]})
     assert [one["success"] for one in again] == [True, True]
 
@@ -269,7 +240,7 @@ def test_only_engines_with_our_flag_get_our_sentinel(monkeypatch: pytest.MonkeyP
     faults.put_in_place()
     faults.put_in_place()
     make: Any = core.EngineCoreSentinel
-    engine = Engine(0, Store(), running=False)
+    engine = Engine(0, running=False)
     parallel = engine.vllm_config.parallel_config
     assert type(make(engine=engine, parallel_config=parallel)) is MoeNvlinkEngineSentinel
     engine.vllm_config.additional_config = {}
@@ -353,7 +324,7 @@ def test_an_engine_waits_less_long_from_its_first_step_on(monkeypatch: pytest.Mo
         def _has_global_unfinished_reqs(self, local_unfinished: bool) -> bool:
             return not local_unfinished
 
-    engine = Stepping(0, Store(), running=True)
+    engine = Stepping(0, running=True)
     parallel = engine.vllm_config.parallel_config
     MoeNvlinkEngineSentinel(engine, parallel)
     assert bounded == []

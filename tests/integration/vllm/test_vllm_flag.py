@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points, version
@@ -28,11 +27,10 @@ from moe_nvlink_plugin.integration.vllm.backend import (
 )
 from moe_nvlink_plugin.integration.vllm.plugin import flag, platform
 from tests.integration.servers.servers import OF_VLLM_LIBRARIES, Template
+from tests.integration.vllm import vllm_config
 
 ASKED = {KEY: BACKEND}
-
-
-pytestmark = pytest.mark.usefixtures("environment")
+FLAG = ["--all2all-backend", BACKEND]
 
 
 @pytest.fixture(scope="module")
@@ -41,29 +39,6 @@ def libraries() -> Iterator[Template]:
     template = Template.started({}, OF_VLLM_LIBRARIES)
     yield template
     template.close()
-
-
-def _parser() -> Any:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-
-
-def _action(parser: Any, option: str) -> Any:
-    return parser._option_string_actions[option]
-
-
-def _engine_args(checkpoint: Path, **values: Any) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    return EngineArgs(
-        model=str(checkpoint),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=512,
-        **values,
-    )
 
 
 @pytest.mark.parametrize(
@@ -75,71 +50,51 @@ def test_entry_points_lead_to_us(group: str, function: str) -> None:
     assert entry.load() is getattr(adapter, function)
 
 
-def test_importing_the_adapter_loads_neither_vllm_nor_torch() -> None:
-    code = (
-        "import sys, moe_nvlink_plugin.integration.vllm;"
-        "print([n for n in ('vllm', 'torch', 'cuda') if n in sys.modules])"
-    )
-    shown = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert shown.stdout.strip() == "[]"
-
-
 def test_the_choice_is_added_once() -> None:
-    parser = _parser()
+    parser = vllm_config.parser()
     flag.add_choice(parser)
-    choices = list(_action(parser, "--all2all-backend").choices)
-    assert choices.count(BACKEND) == 1
-    assert choices[-1] == BACKEND
-    assert "moe_nvlink_plugin" in _action(parser, "--all2all-backend").help
+    option = parser._option_string_actions["--all2all-backend"]
+    assert list(option.choices).count(BACKEND) == 1
+    assert list(option.choices)[-1] == BACKEND
+    assert "moe_nvlink_plugin" in option.help
 
 
 @pytest.mark.parametrize(
     ("arguments", "backend", "additional"),
     [
         ([], CARRIER, {}),
-        (["--all2all-backend", "moe_nvlink"], CARRIER, ASKED),
+        (FLAG, CARRIER, ASKED),
         (["--all2all_backend=moe_nvlink"], CARRIER, ASKED),
         (["--all2all-backend", "deepep_v2"], "deepep_v2", {}),
-        (["--all2all-backend", "moe_nvlink", "--additional-config", '{"a": 1}'],)
-        + (CARRIER, {**ASKED, "a": 1}),
-        (["--additional-config", '{"a": 1}', "--all2all-backend", "moe_nvlink"],)
-        + (CARRIER, {**ASKED, "a": 1}),
-        (["--all2all-backend", "moe_nvlink", "--additional-config.a", "1"],)
-        + (CARRIER, {**ASKED, "a": 1}),
-        (["--all2all-backend", "moe_nvlink", "--all2all-backend", "naive"], "naive", {}),
+        ([*FLAG, "--additional-config", '{"a": 1}'], CARRIER, {**ASKED, "a": 1}),
+        (["--additional-config", '{"a": 1}', *FLAG], CARRIER, {**ASKED, "a": 1}),
+        ([*FLAG, "--additional-config.a", "1"], CARRIER, {**ASKED, "a": 1}),
+        ([*FLAG, "--all2all-backend", "naive"], "naive", {}),
         (["--additional-config", json.dumps(ASKED)], CARRIER, ASKED),
     ],
 )
 def test_command_line(arguments: list[str], backend: str, additional: dict[str, Any]) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    engine_args = AsyncEngineArgs.from_cli_args(_parser().parse_args(arguments))
+    engine_args = AsyncEngineArgs.from_cli_args(vllm_config.parser().parse_args(arguments))
     assert engine_args.all2all_backend == backend
     assert engine_args.additional_config == additional
 
 
 def test_one_parse_leaves_nothing_for_the_next() -> None:
-    parser = _parser()
-    parser.parse_args(["--all2all-backend", "moe_nvlink"])
+    parser = vllm_config.parser()
+    parser.parse_args(FLAG)
     assert parser.parse_args([]).additional_config == {}
 
 
 def test_an_unknown_name_is_still_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        _parser().parse_args(["--all2all-backend", "no_such_backend"])
+        vllm_config.parser().parse_args(["--all2all-backend", "no_such_backend"])
     assert "invalid choice: 'no_such_backend'" in capsys.readouterr().err
 
 
 def test_python_takes_the_name(checkpoint: Path) -> None:
-    config = _engine_args(
-        checkpoint,
-        all2all_backend="moe_nvlink",
-        enable_expert_parallel=True,
-        data_parallel_size=2,
-        additional_config={"mine": 1},
-    ).create_engine_config()
+    config = vllm_config.config_with_us(checkpoint, additional_config={"mine": 1})
     assert is_selected(config)
     ours = {**ASKED, VERSION_KEY: platform.code_version()}
     assert config.additional_config == {"mine": 1, **ours}
@@ -195,14 +150,14 @@ def test_python_on_a_foreign_platform_says_why(
     from vllm import platforms
     from vllm.platforms.cpu import CpuPlatform
 
-    args = _engine_args(checkpoint, all2all_backend="moe_nvlink")
+    args = vllm_config.args_with_us(checkpoint)
     monkeypatch.setattr(platforms, "current_platform", CpuPlatform(), raising=False)
     with pytest.raises(UnsupportedError, match="VLLM_PLUGINS"):
         flag.map_engine_args(args)
 
 
 def test_additional_config_must_be_a_dict(checkpoint: Path) -> None:
-    args = _engine_args(checkpoint, all2all_backend="moe_nvlink")
+    args = vllm_config.args_with_us(checkpoint)
     args.additional_config = object()
     with pytest.raises(ConfigError, match="must be a dict"):
         flag.map_engine_args(args)
@@ -246,7 +201,7 @@ def test_the_command_line_says_why_we_cannot_be_used(
 ) -> None:
     parser = _serve_parser()
     with pytest.raises(SystemExit) as ended:
-        parser.parse_args(["serve", "model", "--all2all-backend", "moe_nvlink"])
+        parser.parse_args(["serve", "model", *FLAG])
     assert ended.value.code == 2
     told = capsys.readouterr().err
     assert f"argument --all2all-backend: moe_nvlink cannot be used, {reason}" in told
@@ -259,14 +214,8 @@ def test_the_command_line_says_why_we_cannot_be_used(
 
 
 def test_python_says_why_we_cannot_be_used(checkpoint: Path, reason: str) -> None:
-    args = _engine_args(
-        checkpoint,
-        all2all_backend="moe_nvlink",
-        enable_expert_parallel=True,
-        data_parallel_size=2,
-    )
     with pytest.raises(UnsupportedError, match=reason):
-        args.create_engine_config()
+        vllm_config.config_with_us(checkpoint)
 
 
 _BROKEN_SERVE = """

@@ -20,7 +20,6 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.runner import moe_runner
 
 from moe_nvlink_plugin import MoeAllToAll
-from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.exchange import layer as exchange_layer
 from moe_nvlink_plugin.exchange import ops
 from moe_nvlink_plugin.integration.common.options import Options
@@ -28,20 +27,21 @@ from moe_nvlink_plugin.integration.vllm.moe import experts_input
 from moe_nvlink_plugin.integration.vllm.moe.layers import OP_NAME
 from moe_nvlink_plugin.testing import run_ranks
 from tests.integration.vllm import vllm_runner
-from tests.integration.vllm.moe.test_vllm_quantised import TENSOR_SCALE, fp8, mxfp8, nvfp4
+from tests.integration.vllm.moe.test_vllm_quantised import (
+    TENSOR_SCALE,
+    fp8,
+    mxfp8,
+    nvfp4,
+    transposed,
+)
 from tests.integration.vllm.moe.vllm_layer import (
-    CAPACITY,
     HIDDEN_SIZE,
-    LEFT_OPEN,
     NUM_EXPERTS,
     Experts,
     Layer,
     config_of,
-    take_cuda_branches,
     work_of,
 )
-
-pytestmark = pytest.mark.usefixtures("environment")
 
 ALLOCATIONS = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty")
 #: Our ops, vLLM's ops that call them, and the functions behind all of them.
@@ -85,8 +85,7 @@ def _launches(func: Any) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def cuda_branches(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_cuda_branches(monkeypatch.setattr)
+def as_on_cuda(cuda_branches: None, monkeypatch: pytest.MonkeyPatch) -> None:
     # A GPU looks at the value of a scale in the first call only.
     monkeypatch.setattr(exchange_layer.LayerExchange, "_may_look_at", lambda *_: False)
 
@@ -113,10 +112,8 @@ def launches_of(layer: Layer, num_tokens: int) -> list[str]:
 
 
 def _of_rank(group: Any, **values: Any) -> list[str]:
-    layer = Layer(group, **values)
-    names = launches_of(layer, 2 + group.rank)
-    layer.close()
-    return names
+    with Layer(group, **values) as layer:
+        return launches_of(layer, 2 + group.rank)
 
 
 def test_unquantised_rows_take_two_launches() -> None:
@@ -126,7 +123,7 @@ def test_unquantised_rows_take_two_launches() -> None:
 #: vLLM's FusedMoEQuantConfig of experts: by format and by the layout in which they read scales.
 QUANT_CONFIGS: dict[str, Callable[[], Any]] = {
     "fp8_block, DeepGEMM and Triton": lambda: fp8(block_shape=[128, 128]),
-    "fp8_block, TRTLLM": lambda: _transposed(fp8(block_shape=[128, 128])),
+    "fp8_block, TRTLLM": lambda: transposed(fp8(block_shape=[128, 128])),
     "fp8_token": lambda: fp8(per_act_token_quant=True),
     "fp8_tensor": lambda: fp8(a1_scale=TENSOR_SCALE),
     "mxfp8, TRTLLM and DeepGEMM": mxfp8,
@@ -137,11 +134,6 @@ QUANT_CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _transposed(config: Any) -> Any:
-    config.is_scale_transposed = True  # vLLM 0.33
-    return config
-
-
 def _zeros(rows: torch.Tensor, _scales: Any) -> torch.Tensor:
     return torch.zeros(len(rows), HIDDEN_SIZE)
 
@@ -149,7 +141,7 @@ def _zeros(rows: torch.Tensor, _scales: Any) -> torch.Tensor:
 @pytest.mark.parametrize("make", QUANT_CONFIGS.values(), ids=QUANT_CONFIGS)
 def test_quantised_rows_take_two_launches(make: Callable[[], Any]) -> None:
     def rank_main(group: Any) -> list[str]:
-        return _of_rank(group, experts=Experts(LEFT_OPEN["NoOP"](), make(), _zeros))
+        return _of_rank(group, experts=Experts(make(), _zeros))
 
     assert run_ranks(2, rank_main) == [TWO_LAUNCHES] * 2
 
@@ -158,12 +150,10 @@ def test_powers_of_two_for_deep_gemm_take_two_launches(monkeypatch: pytest.Monke
     monkeypatch.setattr(experts_input, "is_deep_gemm_e8m0_used", lambda: True)
 
     def rank_main(group: Any) -> list[str]:
-        config = fp8(block_shape=[128, 128])
-        layer = Layer(group, experts=Experts(LEFT_OPEN["NoOP"](), config, _zeros))
-        assert layer.exchange.recipe.name == "fp8_block_pow2"
-        names = launches_of(layer, 2 + group.rank)
-        layer.close()
-        return names
+        experts = Experts(fp8(block_shape=[128, 128]), _zeros)
+        with Layer(group, experts=experts) as layer:
+            assert layer.exchange.recipe.name == "fp8_block_pow2"
+            return launches_of(layer, 2 + group.rank)
 
     assert run_ranks(2, rank_main) == [TWO_LAUNCHES] * 2
 
@@ -198,7 +188,7 @@ def vllms_configuration(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _of_runner(group: Any, shared: torch.nn.Module | None, ends_in_combine: bool) -> list[str]:
-    layer = Layer(group, experts=_Unseen(LEFT_OPEN["NoOP"]()))
+    layer = Layer(group, experts=_Unseen())
     routed = vllm_runner.Routed(layer)
     if not ends_in_combine:
         routed.moe_config.hidden_dim_unpadded = None
@@ -229,7 +219,7 @@ def test_rows_quantised_on_arrival_launch_more() -> None:
     """That a launch before or after dispatch is seen."""
 
     def rank_main(group: Any) -> list[str]:
-        experts = Experts(LEFT_OPEN["NoOP"](), mxfp8(), _zeros)
+        experts = Experts(mxfp8(), _zeros)
         return _of_rank(group, experts=experts, options=Options(dispatch="bf16"))
 
     (names,) = run_ranks(1, rank_main)
@@ -248,41 +238,3 @@ def test_what_an_op_calls_is_seen() -> None:
     (names,) = run_ranks(1, rank_main)
     assert "aten::clamp" in names  # int64 ids
     assert "aten::copy_" in names  # rows that are not in the combine region
-
-
-# The same values as torch made of ids, weights and scales before dispatch wrote them.
-
-
-def experts_ids(
-    config: Any, ids: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and weights for vLLM's experts, of what a "global" exchange has received."""
-    first, end = local_expert_range(config.num_experts, config.ep_size, config.ep_rank)
-    foreign = ids.clamp(first, end - 1) != ids
-    return (
-        torch.where(foreign, end % config.num_experts, ids),
-        torch.where(foreign, 0.0, weights),
-    )
-
-
-def _ids_of_two_ways(group: Any) -> None:
-    kinds = ("elsewhere", "global")
-    configs = [config_of(group.size, group.rank, received_ids=kind) for kind in kinds]
-    for number, num_tokens in enumerate((0, 1, CAPACITY, 3)):
-        mask = torch.arange(num_tokens) % 3 == 2
-        hidden, ids, weights = work_of(num_tokens, 10 * number + group.rank)
-        masked = torch.where(mask[:, None], -1, ids)
-        seen = []
-        for config, own, padding in zip(configs, (ids, masked), (mask, None), strict=True):
-            with MoeAllToAll.create(config, group) as exchange:
-                received = exchange.dispatch(hidden, own, weights, is_padding=padding)
-                seen.append((received.topk_ids.clone(), received.topk_weights.clone()))
-                exchange.combine(exchange.combine_input(), received.metadata)
-        written, (ids, weights) = seen[0], experts_ids(configs[1], *seen[1])
-        assert torch.equal(written[0], ids)
-        assert torch.equal(written[1].view(torch.int32), weights.view(torch.int32))
-
-
-@pytest.mark.parametrize("ep_size", [1, 3])
-def test_dispatch_writes_what_torch_made(ep_size: int) -> None:
-    run_ranks(ep_size, _ids_of_two_ways)

@@ -6,7 +6,7 @@ Ranks are threads. The LoRA layer, its weights and its context are vLLM's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,15 +44,12 @@ from tests.integration.vllm.moe.vllm_experts import (
     tokens,
 )
 from tests.integration.vllm.moe.vllm_layer import (
-    LEFT_OPEN,
     Experts,
     Layer,
     dense,
     take_cuda_branches,
     work_of,
 )
-
-pytestmark = pytest.mark.usefixtures("environment")
 
 #: Experts that 2 and 4 ranks share evenly, slots of a rank, and the rank of the adapters' factors.
 NUM_EXPERTS, NUM_SLOTS, FACTORS = 8, 3, 8
@@ -92,14 +89,9 @@ class Factors:
 
 
 @pytest.fixture
-def cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def with_adapters(cpu_layers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_experts, "NUM_EXPERTS", NUM_EXPERTS)
-    with (
-        vllm_experts.ranks_of_vllm(monkeypatch),
-        vllm_runner.forwards_of_vllm(monkeypatch),
-    ):
-        get_current_vllm_config().lora_config = CONFIG
-        yield
+    get_current_vllm_config().lora_config = CONFIG
 
 
 def _wrapper(kind: str = "CPU", slots: int = NUM_SLOTS) -> Any:
@@ -139,7 +131,7 @@ class RankWithAdapters:
 
 
 @pytest.mark.parametrize("ep_size", [2, 4])
-def test_tokens_get_their_adapters_on_every_rank(ep_size: int, cpu_ranks: None) -> None:
+def test_tokens_get_their_adapters_on_every_rank(ep_size: int, with_adapters: None) -> None:
     """The ranks have them in different slots; base tokens are among them, and steps differ."""
     base = Weights(1)
     known = {FIRST: Factors(2), SECOND: Factors(3)}
@@ -163,7 +155,7 @@ def test_tokens_get_their_adapters_on_every_rank(ep_size: int, cpu_ranks: None) 
     run_ranks(ep_size, rank_main)
 
 
-def test_an_adapter_that_the_receiving_rank_lacks_is_told(cpu_ranks: None) -> None:
+def test_an_adapter_that_the_receiving_rank_lacks_is_told(with_adapters: None) -> None:
     def rank_main(group: ThreadGroup) -> None:
         mine = (FIRST, SECOND)[group.rank]
         rank = RankWithAdapters(group, Weights(1), {mine: Factors(2)})
@@ -194,7 +186,7 @@ def test_rows_on_cuda_ranks_get_slots_of_their_rank(monkeypatch: pytest.MonkeyPa
             assert found.dtype == torch.int32
             return rows * of_slots[found.long()].unsqueeze(1)
 
-        experts = Experts(LEFT_OPEN["NoOP"](), floats_of=with_gains)
+        experts = Experts(floats_of=with_gains)
         layer = Layer(group, experts=experts, extra_payload_bytes=(NUMBER_BYTES,))
         layer.subject.set_lora_context(context)
         # The second step has fewer tokens, and the second adapter is gone.
@@ -357,7 +349,7 @@ def test_a_dummy_batch_loads_and_removes_no_adapters(active: int) -> None:
 def test_experts_without_adapters_are_refused() -> None:
     layer = SimpleNamespace(layer_name="layer 3")
     with pytest.raises(UnsupportedError, match="Experts of layer 3 takes no adapters"):
-        _experts_input(Experts(LEFT_OPEN["NoOP"]()), layer, [adapters.AdaptersOnExperts()])
+        _experts_input(Experts(), layer, [adapters.AdaptersOnExperts()])
 
 
 def test_what_experts_take_is_asked_as_with_adapters() -> None:
@@ -385,12 +377,11 @@ def test_what_experts_take_is_asked_as_with_adapters() -> None:
 
 def test_a_layer_that_was_set_up_without_adapters_gets_none() -> None:
     def rank_main(group: ThreadGroup) -> None:
-        layer = Layer(group)
         numbers = AdapterNumbers(4, NUM_SLOTS, "cpu")
         context = SimpleNamespace(punica_wrapper=SimpleNamespace(adapter_numbers=numbers))
-        with pytest.raises(UnsupportedError, match="set up without them"):
+        refused = pytest.raises(UnsupportedError, match="set up without them")
+        with Layer(group) as layer, refused:
             layer.subject.set_lora_context(context)
-        layer.close()
 
     run_ranks(2, rank_main)
 

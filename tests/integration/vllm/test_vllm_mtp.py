@@ -56,8 +56,8 @@ from moe_nvlink_plugin.integration.vllm.draft.logits_processor import (
 from moe_nvlink_plugin.integration.vllm.draft.mtp import shared_head
 from moe_nvlink_plugin.lm_head import cost as head_cost
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
-
-pytestmark = pytest.mark.usefixtures("environment")
+from tests.integration.vllm.vllm_config import config_with_us
+from tests.support.refusals import refused
 
 #: Not divisible by 16 times any group; the head has rows of padding behind it, which are large.
 VOCAB, HIDDEN, MOST_ROWS = 100, 32, 6
@@ -108,7 +108,7 @@ def rows_of(rank: int, count: int, step: int = 0) -> torch.Tensor:
     return torch.randn(count, HIDDEN, generator=random)
 
 
-def make_group(group: ThreadGroup, **values: Any) -> HeadGroup:
+def make_group(group: ThreadGroup, timeout_s: float = 60.0, **values: Any) -> HeadGroup:
     config = HeadConfig(
         tp_size=group.size,
         tp_rank=group.rank,
@@ -116,10 +116,18 @@ def make_group(group: ThreadGroup, **values: Any) -> HeadGroup:
         hidden_size=HIDDEN,
         max_rows_per_rank=MOST_ROWS,
         dtype=torch.float32,
-        timeout_s=60.0,
+        timeout_s=timeout_s,
         **values,
     )
     return HeadGroup.create(config, group)
+
+
+@pytest.fixture
+def shared() -> Iterator[HeadGroup]:
+    """Of one rank."""
+    (group,) = ThreadGroup.ranks(1)
+    with make_group(group) as made:
+        yield made
 
 
 def head_of(group: HeadGroup, crossover: int | None) -> DraftHead:
@@ -200,6 +208,25 @@ def make_draft(
     return SharedDraft(vllm_config=vllm_config)
 
 
+def with_drafts(
+    ranks: int,
+    monkeypatch: pytest.MonkeyPatch,
+    body: Callable[[ThreadGroup, SharedDraft, HeadGroup], Any],
+    crossover: int | None = None,
+    **values: Any,
+) -> list[Any]:
+    """What `body` returns on each rank, whose draft has a head that all of them share."""
+    made = [make_draft(None, monkeypatch) for _ in range(ranks)]
+
+    def rank_main(group: ThreadGroup) -> Any:
+        draft = made[group.rank]
+        with make_group(group, **values) as shared:
+            draft._draft_head = draft.logits_processor.draft_head = head_of(shared, crossover)
+            return body(group, draft, shared)
+
+    return run_ranks(ranks, rank_main)
+
+
 def unshared(rows: torch.Tensor, head: Any = None) -> torch.Tensor:
     logits: torch.Tensor = torch.tanh(rows) @ (head or make_head()).weight[:VOCAB].T
     return logits.argmax(dim=-1)
@@ -224,47 +251,40 @@ def test_a_rank_without_requests_serves_its_shard(
 ) -> None:
     """Rank 0 alone has rows, then the last one, then all, then none; the rest stays idle."""
     has_rows = [(0,), (0,), (ranks - 1,), tuple(range(ranks)), (), (1,)]
-    made = [make_draft(None, monkeypatch) for _ in range(ranks)]
 
-    def body(group: ThreadGroup) -> tuple[int, int]:
-        draft = made[group.rank]
-        with make_group(group) as shared:
-            head = head_of(shared, None)
-            draft._draft_head = draft.logits_processor.draft_head = head
-            for step, busy in enumerate(has_rows):
-                count = 1 + (group.rank + step) % MOST_ROWS
-                rows = rows_of(group.rank, count, step) if group.rank in busy else None
-                tokens = tuple(
-                    1 + (rank + step) % MOST_ROWS if rank in busy else 1 for rank in range(ranks)
-                )
-                found = step_v1(draft, contexts, rows, tokens)
-                if rows is not None:
-                    assert torch.equal(found, unshared(rows))
-            counted = shared.stats()
+    def body(group: ThreadGroup, draft: SharedDraft, shared: HeadGroup) -> tuple[int, int]:
+        for step, busy in enumerate(has_rows):
+            count = 1 + (group.rank + step) % MOST_ROWS
+            rows = rows_of(group.rank, count, step) if group.rank in busy else None
+            tokens = tuple(
+                1 + (rank + step) % MOST_ROWS if rank in busy else 1 for rank in range(ranks)
+            )
+            found = step_v1(draft, contexts, rows, tokens)
+            if rows is not None:
+                assert torch.equal(found, unshared(rows))
+        counted = shared.stats()
         return counted.rounds, counted.rows
 
-    rounds, rows = zip(*run_ranks(ranks, body), strict=True)
+    rounds, rows = zip(*with_drafts(ranks, monkeypatch, body), strict=True)
     assert rounds == (len(has_rows),) * ranks
     assert rows[0] == sum(1 + step % MOST_ROWS for step, busy in enumerate(has_rows) if 0 in busy)
 
 
 @pytest.mark.parametrize("v2", [False, True])
 def test_only_the_v1_runner_leaves_the_look_at_the_head_to_us(
-    v2: bool, contexts: Contexts, monkeypatch: pytest.MonkeyPatch
+    v2: bool, contexts: Contexts, shared: HeadGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The V2 runner samples in dummy runs; a second exchange there would never be answered."""
-    (group,) = ThreadGroup.ranks(1)
-    with make_group(group) as shared:
-        draft = make_draft(head_of(shared, None), monkeypatch, v2=v2)
-        with contexts.forward((3,), idle=True):
-            hidden = draft(rows_of(0, 3))
-        assert shared.stats().rounds == (0 if v2 else 1)
-        if v2:
-            assert torch.equal(draft.get_top_tokens(hidden), unshared(rows_of(0, 3)))
-            assert shared.stats().rounds == 1
-        with contexts.forward((3,), idle=False):
-            draft(rows_of(0, 3))
+    draft = make_draft(head_of(shared, None), monkeypatch, v2=v2)
+    with contexts.forward((3,), idle=True):
+        hidden = draft(rows_of(0, 3))
+    assert shared.stats().rounds == (0 if v2 else 1)
+    if v2:
+        assert torch.equal(draft.get_top_tokens(hidden), unshared(rows_of(0, 3)))
         assert shared.stats().rounds == 1
+    with contexts.forward((3,), idle=False):
+        draft(rows_of(0, 3))
+    assert shared.stats().rounds == 1
 
 
 class Bounds(DraftHead):
@@ -280,72 +300,60 @@ class Bounds(DraftHead):
 
 
 def test_the_bound_is_the_largest_batch_of_any_rank(
-    contexts: Contexts, monkeypatch: pytest.MonkeyPatch
+    contexts: Contexts, shared: HeadGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At most the capacity; the capacity where vLLM agreed on nothing or said nothing."""
-    (group,) = ThreadGroup.ranks(1)
-    with make_group(group) as shared:
-        head = Bounds(shared)
-        draft = make_draft(head, monkeypatch)
-        for tokens in ((2, 1), None, (3, 2000), (1, 4)):
-            with contexts.forward(tokens, idle=False):
-                hidden = draft(rows_of(0, 1))
-            draft.get_top_tokens(hidden)
-        draft.get_top_tokens(hidden)  # a replayed forward calls nothing
-        with contexts.forward((1, 2), idle=True):
-            draft(rows_of(0, 1))
-        assert head.seen == [2, MOST_ROWS, MOST_ROWS, 4, MOST_ROWS, 2]
+    head = Bounds(shared)
+    draft = make_draft(head, monkeypatch)
+    for tokens in ((2, 1), None, (3, 2000), (1, 4)):
+        with contexts.forward(tokens, idle=False):
+            hidden = draft(rows_of(0, 1))
+        draft.get_top_tokens(hidden)
+    draft.get_top_tokens(hidden)  # a replayed forward calls nothing
+    with contexts.forward((1, 2), idle=True):
+        draft(rows_of(0, 1))
+    assert head.seen == [2, MOST_ROWS, MOST_ROWS, 4, MOST_ROWS, 2]
 
 
 def test_auto_splits_up_to_the_crossover_and_nobody_exchanges_above_it(
     contexts: Contexts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks, crossover = 2, 3
     tokens = [(1, 3), (4, 1), (1, 4), (3, 3), (2000, 1), (1, 1)]
-    made = [make_draft(None, monkeypatch) for _ in range(ranks)]
 
-    def body(group: ThreadGroup) -> tuple[int, int]:
-        draft = made[group.rank]
-        with make_group(group) as shared:
-            head = head_of(shared, crossover)
-            draft._draft_head = draft.logits_processor.draft_head = head
-            for step, counts in enumerate(tokens):
-                busy = group.rank == 0 or step % 2 == 0
-                rows = rows_of(group.rank, 1, step) if busy else None
-                found = step_v1(draft, contexts, rows, counts)
-                if rows is not None:
-                    assert torch.equal(found, unshared(rows))
-            counted = head.stats()
+    def body(group: ThreadGroup, draft: SharedDraft, _shared: HeadGroup) -> tuple[int, int]:
+        for step, counts in enumerate(tokens):
+            busy = group.rank == 0 or step % 2 == 0
+            rows = rows_of(group.rank, 1, step) if busy else None
+            found = step_v1(draft, contexts, rows, counts)
+            if rows is not None:
+                assert torch.equal(found, unshared(rows))
+        assert draft._draft_head is not None
+        counted = draft._draft_head.stats()
         return counted["rounds"], counted["steps_whole"]
 
-    assert run_ranks(ranks, body) == [(3, 3)] * ranks
+    assert with_drafts(2, monkeypatch, body, crossover=3) == [(3, 3)] * 2
 
 
 def test_tokens_on_one_rank_and_logits_on_another_meet_in_one_step(
     contexts: Contexts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Probabilistic drafts: a rank whose requests are all greedy asks for tokens."""
-    ranks = 3
-    made = [make_draft(None, monkeypatch) for _ in range(ranks)]
 
-    def body(group: ThreadGroup) -> None:
-        draft = made[group.rank]
-        with make_group(group, full_logits=True) as shared:
-            draft._draft_head = draft.logits_processor.draft_head = head_of(shared, None)
-            for step in range(6):
-                kind = (group.rank + step) % 3
-                rows = None if kind == 2 else rows_of(group.rank, 1 + step % MOST_ROWS, step)
-                with contexts.forward((MOST_ROWS,) * ranks, idle=rows is None):
-                    hidden = draft(torch.zeros(1, HIDDEN) if rows is None else rows)
-                if kind == 0:
-                    assert torch.equal(draft.get_top_tokens(hidden), unshared(rows))  # type: ignore[arg-type]
-                elif kind == 1:
-                    logits = draft.compute_logits(hidden)
-                    expected = hidden @ make_head().weight[:VOCAB].T
-                    torch.testing.assert_close(logits, expected)
-            assert shared.stats().rounds == 6
+    def body(group: ThreadGroup, draft: SharedDraft, shared: HeadGroup) -> None:
+        for step in range(6):
+            kind = (group.rank + step) % 3
+            rows = None if kind == 2 else rows_of(group.rank, 1 + step % MOST_ROWS, step)
+            with contexts.forward((MOST_ROWS,) * group.size, idle=rows is None):
+                hidden = draft(torch.zeros(1, HIDDEN) if rows is None else rows)
+            if kind == 0:
+                assert torch.equal(draft.get_top_tokens(hidden), unshared(rows))  # type: ignore[arg-type]
+            elif kind == 1:
+                logits = draft.compute_logits(hidden)
+                expected = hidden @ make_head().weight[:VOCAB].T
+                torch.testing.assert_close(logits, expected)
+        assert shared.stats().rounds == 6
 
-    run_ranks(ranks, body)
+    with_drafts(3, monkeypatch, body, full_logits=True)
 
 
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
@@ -388,18 +396,16 @@ def test_a_bias_is_added_before_the_compare() -> None:
 
 
 def test_a_step_that_is_not_split_is_what_vllm_computes(
-    contexts: Contexts, monkeypatch: pytest.MonkeyPatch
+    contexts: Contexts, shared: HeadGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (group,) = ThreadGroup.ranks(1)
     theirs = make_processor(LogitsProcessor)
-    with make_group(group) as shared:
-        draft = make_draft(head_of(shared, 0), monkeypatch)
-        with contexts.forward((4,), idle=False):
-            hidden = draft(rows_of(0, 4))
-        assert torch.equal(draft.get_top_tokens(hidden), theirs(draft.lm_head, hidden).argmax(-1))
-        with contexts.forward((4,), idle=True):
-            draft(rows_of(0, 4))
-        assert shared.stats().rounds == 0
+    draft = make_draft(head_of(shared, 0), monkeypatch)
+    with contexts.forward((4,), idle=False):
+        hidden = draft(rows_of(0, 4))
+    assert torch.equal(draft.get_top_tokens(hidden), theirs(draft.lm_head, hidden).argmax(-1))
+    with contexts.forward((4,), idle=True):
+        draft(rows_of(0, 4))
+    assert shared.stats().rounds == 0
     alone = make_draft(None, monkeypatch)  # "auto" found that no group pays
     with contexts.forward((4,), idle=True):
         hidden = alone(rows_of(0, 4))
@@ -407,20 +413,16 @@ def test_a_step_that_is_not_split_is_what_vllm_computes(
     assert torch.equal(alone.compute_logits(hidden), theirs(alone.lm_head, hidden))
 
 
-def test_the_targets_processor_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_targets_processor_is_vllms(shared: HeadGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is our class, as every processor is then, and does what vLLM's does to the last bit."""
-    (group,) = ThreadGroup.ranks(1)
-    with make_group(group) as shared:
-        target = make_processor(soft_cap=3.0, scale=2.0)
-        make_draft(head_of(shared, None), monkeypatch)  # of which the target hears nothing
-        theirs = make_processor(LogitsProcessor, soft_cap=3.0, scale=2.0)
-        head, rows = make_head(), rows_of(0, 4)
-        assert torch.equal(target(head, rows), theirs(head, rows))
-        assert torch.equal(target.get_top_tokens(head, rows), theirs.get_top_tokens(head, rows))
-        assert torch.equal(
-            target(head, rows, skip_gather=True), theirs(head, rows, skip_gather=True)
-        )
-        assert shared.stats().rounds == 0
+    target = make_processor(soft_cap=3.0, scale=2.0)
+    make_draft(head_of(shared, None), monkeypatch)  # of which the target hears nothing
+    theirs = make_processor(LogitsProcessor, soft_cap=3.0, scale=2.0)
+    head, rows = make_head(), rows_of(0, 4)
+    assert torch.equal(target(head, rows), theirs(head, rows))
+    assert torch.equal(target.get_top_tokens(head, rows), theirs.get_top_tokens(head, rows))
+    assert torch.equal(target(head, rows, skip_gather=True), theirs(head, rows, skip_gather=True))
+    assert shared.stats().rounds == 0
     refusing = make_processor(scale=-1.0)
     with pytest.raises(ValueError, match="non-positive"):
         refusing.get_top_tokens(head, rows)
@@ -430,19 +432,7 @@ def test_a_late_rank_is_named(contexts: Contexts, monkeypatch: pytest.MonkeyPatc
     made = [make_draft(None, monkeypatch) for _ in range(2)]
 
     def body(group: ThreadGroup) -> MoeNvlinkError | None:
-        config = dataclasses.replace(
-            HeadConfig(
-                tp_size=2,
-                tp_rank=group.rank,
-                vocab_size=VOCAB,
-                hidden_size=HIDDEN,
-                max_rows_per_rank=MOST_ROWS,
-                dtype=torch.float32,
-            ),
-            timeout_s=0.5,
-            first_timeout_s=0.5,
-        )
-        with HeadGroup.create(config, group) as shared:
+        with make_group(group, timeout_s=0.5, first_timeout_s=0.5) as shared:
             head = head_of(shared, None)
             draft = made[group.rank]
             draft._draft_head = draft.logits_processor.draft_head = head
@@ -465,29 +455,25 @@ def test_a_late_rank_is_named(contexts: Contexts, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_head_is_looked_up_at_every_step(
-    contexts: Contexts, monkeypatch: pytest.MonkeyPatch
+    contexts: Contexts, shared: HeadGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM replaces the draft's by the target's after it has built and loaded both."""
-    (group,) = ThreadGroup.ranks(1)
-    with make_group(group) as shared:
-        draft = make_draft(head_of(shared, None), monkeypatch)
-        step_v1(draft, contexts, rows_of(0, 3), (3,))
-        draft.lm_head = make_head(seed=77)
-        found = step_v1(draft, contexts, rows_of(0, 3), (3,))
-        assert torch.equal(found, unshared(rows_of(0, 3), draft.lm_head))
-        assert not torch.equal(found, unshared(rows_of(0, 3)))
+    draft = make_draft(head_of(shared, None), monkeypatch)
+    step_v1(draft, contexts, rows_of(0, 3), (3,))
+    draft.lm_head = make_head(seed=77)
+    found = step_v1(draft, contexts, rows_of(0, 3), (3,))
+    assert torch.equal(found, unshared(rows_of(0, 3), draft.lm_head))
+    assert not torch.equal(found, unshared(rows_of(0, 3)))
 
 
 def test_a_head_is_looked_at_in_steps_that_auto_does_not_split(
-    contexts: Contexts, monkeypatch: pytest.MonkeyPatch
+    contexts: Contexts, shared: HeadGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The profile run's batch is the largest: it must not take a small one to refuse a head."""
-    (group,) = ThreadGroup.ranks(1)
-    with make_group(group) as shared:
-        draft = make_draft(head_of(shared, 1), monkeypatch)
-        draft.lm_head.quant_method = object()
-        with pytest.raises(UnsupportedError, match="quantised"):
-            step_v1(draft, contexts, None, (2000,))
+    draft = make_draft(head_of(shared, 1), monkeypatch)
+    draft.lm_head.quant_method = object()
+    with pytest.raises(UnsupportedError, match="quantised"):
+        step_v1(draft, contexts, None, (2000,))
 
 
 @pytest.mark.parametrize(
@@ -500,23 +486,20 @@ def test_a_head_is_looked_at_in_steps_that_auto_does_not_split(
         ({"weight": torch.zeros(0)}, ["[0]"]),
     ],
 )
-def test_a_head_that_cannot_be_shared_is_refused(change: dict[str, Any], words: list[str]) -> None:
+def test_a_head_that_cannot_be_shared_is_refused(
+    change: dict[str, Any], words: list[str], shared: HeadGroup
+) -> None:
     good = {"quant_method": UnquantizedEmbeddingMethod(), "weight": torch.zeros(128, HIDDEN)}
     head = SimpleNamespace(**{**good, **change})
-    (group,) = ThreadGroup.ranks(1)
-    with make_group(group) as shared, pytest.raises(UnsupportedError) as caught:
+    with refused(UnsupportedError, *words):
         head_of(shared, None).serve_idle(head)
-    for word in words:
-        assert word in str(caught.value)
 
 
-def test_the_linear_method_that_keeps_its_weight_is_accepted() -> None:
+def test_the_linear_method_that_keeps_its_weight_is_accepted(shared: HeadGroup) -> None:
     """What a quantisation that leaves the head alone gives it."""
-    (group,) = ThreadGroup.ranks(1)
     head = SimpleNamespace(quant_method=UnquantizedLinearMethod(), weight=make_head().weight)
-    with make_group(group) as shared:
-        head_of(shared, None).serve_idle(head)
-        assert shared.stats().rounds == 1
+    head_of(shared, None).serve_idle(head)
+    assert shared.stats().rounds == 1
 
 
 # vLLM's own draft classes.
@@ -602,9 +585,7 @@ def test_vllm_takes_our_subclass_for_a_draft(name: str, class_of: Callable[[str]
     cls = class_of(name)
     base: Any = mtp._imported(compat.DRAFTS[name])
     ours, theirs = (_RegisteredModel.from_model_cls(one).interfaces for one in (cls, base))
-    assert dataclasses.replace(ours, architecture="") == dataclasses.replace(
-        theirs, architecture=""
-    )
+    assert dataclasses.replace(ours, architecture=theirs.architecture) == theirs
     assert {"vllm_config", "prefix"} <= set(inspect.signature(cls.__init__).parameters)
     # What is compiled stays vLLM's, and our call is around vLLM's own.
     assert cls.forward is base.forward
@@ -613,8 +594,7 @@ def test_vllm_takes_our_subclass_for_a_draft(name: str, class_of: Callable[[str]
 
 
 def _registering_config(name: str = "Glm4MoeMTPModel", *, v2: bool = False) -> Any:
-    draft_config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[name]))
-    speculative = SimpleNamespace(draft_model_config=draft_config, method="mtp")
+    speculative = SimpleNamespace(draft_model_config=_draft_model(name), method="mtp")
     return SimpleNamespace(speculative_config=speculative, use_v2_model_runner=v2)
 
 
@@ -675,7 +655,7 @@ def test_a_draft_that_this_vllm_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("device", "v2", "breakable", "refused"),
+    ("device", "v2", "breakable", "is_refused"),
     [
         ("cuda", False, True, True),
         ("cuda", True, True, False),
@@ -684,15 +664,12 @@ def test_a_draft_that_this_vllm_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_calls_that_a_graph_would_replay_are_refused(
-    device: str, v2: bool, breakable: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, v2: bool, breakable: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1" if breakable else "0")
-    vllm_config = _registering_config(v2=v2)
-    if not refused:
-        mtp._refuse_replayed_calls(vllm_config, device)
-        return
-    with pytest.raises(UnsupportedError, match="VLLM_USE_BREAKABLE_CUDAGRAPH=0"):
-        mtp._refuse_replayed_calls(vllm_config, device)
+    told = pytest.raises(UnsupportedError, match="VLLM_USE_BREAKABLE_CUDAGRAPH=0")
+    with told if is_refused else contextlib.nullcontext():
+        mtp._refuse_replayed_calls(_registering_config(v2=v2), device)
 
 
 def test_a_draft_with_another_processor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -708,10 +685,7 @@ def _vllm_config(size: int | str = 2, **values: Any) -> Any:
         "method": "mtp",
         "draft_sample_method": "greedy",
         "use_local_argmax_reduction": True,
-        "draft_model_config": SimpleNamespace(
-            get_hidden_size=lambda: HIDDEN,
-            hf_config=SimpleNamespace(architectures=["Glm4MoeMTPModel"]),
-        ),
+        "draft_model_config": _draft_model(),
         **values.pop("speculative", {}),
     }
     parallel = {
@@ -728,6 +702,11 @@ def _vllm_config(size: int | str = 2, **values: Any) -> Any:
         "model_config": SimpleNamespace(**model),
     }
     return SimpleNamespace(**{**given, **values})
+
+
+def _draft_model(architecture: str = "Glm4MoeMTPModel") -> Any:
+    config = SimpleNamespace(architectures=[architecture])
+    return SimpleNamespace(get_hidden_size=lambda: HIDDEN, hf_config=config)
 
 
 def test_a_number_of_ranks_is_taken_at_its_word() -> None:
@@ -773,30 +752,28 @@ def test_auto_is_the_cost_rules_choice_among_sizes_that_divide(
     assert 0 < plan.crossover < MOST_ROWS
 
 
-class Answers:
-    """A group whose other ranks pass what a test says."""
-
-    rank = 0
-
-    def __init__(self, *others: Any) -> None:
-        self.size, self._others = 1 + len(others), others
-
-    def all_gather_object(self, mine: Any) -> list[Any]:
-        return [mine, *self._others]
+def _told_by(*others: Any) -> Ranks:
+    """Ranks of which the others pass what a test says."""
+    return Ranks(
+        SimpleNamespace(all_gather_object=lambda mine: [mine, *others]),
+        0,
+        1 + len(others),
+        choices.WORDING,
+    )
 
 
 def test_ranks_with_different_plans_are_told() -> None:
     plan = plan_of(_vllm_config(2), VOCAB, 2, CPU)
-    same = ranks_of(Answers(plan))
+    same = _told_by(plan)
     assert draft_head.agree(plan, same) == plan
     problem = "ConfigError: MOE_NVLINK_TIMEOUT_S='soon' is no number of seconds"
     with pytest.raises(PeerError, match="rank 1: ConfigError: MOE_NVLINK_TIMEOUT_S='soon'"):
-        draft_head.agree(plan, ranks_of(Answers(problem)))
+        draft_head.agree(plan, _told_by(problem))
     with pytest.raises(ConfigError, match="mine"):
         draft_head.agree(ConfigError("mine"), same)
     other = plan._replace(crossover=3)
     with pytest.raises(DisagreementError, match=r"rank 0: .*crossover=None.*rank 1: .*crossover=3"):
-        draft_head.agree(plan, ranks_of(Answers(other)))
+        draft_head.agree(plan, _told_by(other))
 
 
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Ranks:
@@ -936,6 +913,9 @@ def _told(vllm_config: Any) -> list[str]:
     return list(drafts.problems(vllm_config, choices.options_of(vllm_config)))
 
 
+TP2 = {"tensor_parallel_size": 2}
+
+
 @pytest.mark.parametrize("size", [1, 2, 4, "auto"])
 def test_a_good_configuration_passes(size: int | str) -> None:
     assert _told(_vllm_config(size)) == []
@@ -946,24 +926,12 @@ def test_a_good_configuration_passes(size: int | str) -> None:
     [
         (_vllm_config(3), ["mtp_lm_head_tp_size=3", "--data-parallel-size 4", "one of 2, 4"]),
         (_vllm_config(8), ["mtp_lm_head_tp_size=8", "--data-parallel-size 4"]),
-        (
-            _vllm_config(parallel={"tensor_parallel_size": 2}),
-            ["--tensor-parallel-size 2", "to 1"],
-        ),
-        (
-            _vllm_config("auto", parallel={"tensor_parallel_size": 2}),
-            ["--tensor-parallel-size 2"],
-        ),
+        (_vllm_config(parallel=TP2), ["--tensor-parallel-size 2", "to 1"]),
+        (_vllm_config("auto", parallel=TP2), ["--tensor-parallel-size 2"]),
         (_vllm_config(speculative_config=None), ["there is none", "--speculative-config"]),
         (_vllm_config(speculative={"method": "eagle3"}), ["there is none"]),
         (
-            _vllm_config(
-                speculative={
-                    "draft_model_config": SimpleNamespace(
-                        hf_config=SimpleNamespace(architectures=["MiMoMTPModel"])
-                    )
-                }
-            ),
+            _vllm_config(speculative={"draft_model_config": _draft_model("MiMoMTPModel")}),
             ["Glm4MoeMTPModel", "this model's is MiMoMTPModel"],
         ),
         (
@@ -978,9 +946,8 @@ def test_a_good_configuration_passes(size: int | str) -> None:
 )
 def test_what_stands_against_a_shared_head_is_refused(vllm_config: Any, words: list[str]) -> None:
     (problem,) = _told(vllm_config)
-    for word in words:
-        assert word in problem
-    assert 'remove "mtp_lm_head_tp_size"' in problem
+    words = [*words, 'remove "mtp_lm_head_tp_size"']
+    assert [word for word in words if word not in problem] == [], problem
 
 
 def test_the_variable_alone_asks_nothing_of_a_model_without_a_draft(
@@ -1026,34 +993,16 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _create(model: Path, size: int | str, **values: Any) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    speculative = {
-        "method": "mtp",
-        "num_speculative_tokens": 1,
-        **values.pop("speculative_config", {}),
-    }
-    asked = {
-        "all2all_backend": backend.BACKEND,
-        "enable_expert_parallel": True,
+    usual = {
         "data_parallel_size": 4,
-        "dtype": "float32",
         "additional_config": {choices.KEY: {MTP_LM_HEAD: size}},
-        **values,
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
     }
-    return EngineArgs(
-        model=str(model),
-        skip_tokenizer_init=True,
-        max_model_len=512,
-        speculative_config=speculative,
-        **asked,
-    ).create_engine_config()
+    return config_with_us(model, **{**usual, **values})
 
 
-@pytest.mark.parametrize(("size", "asked"), [(4, True), ("auto", True), (1, False)])
-def test_vllms_configuration_is_asked_for_tokens(
-    drafting: Path, size: int | str, asked: bool
-) -> None:
+@pytest.mark.parametrize(("size", "asked"), [(4, True), (1, False)])
+def test_vllms_configuration_is_asked_for_tokens(drafting: Path, size: int, asked: bool) -> None:
     config = _create(drafting, size)
     assert drafts.architecture(config) == "Glm4MoeMTPModel"
     assert config.speculative_config.use_local_argmax_reduction == asked
@@ -1061,15 +1010,9 @@ def test_vllms_configuration_is_asked_for_tokens(
 
 def test_no_rank_drafts_another_number_of_tokens(drafting: Path) -> None:
     """Their steps would not meet; vLLM turns what leads to it off where ranks share experts."""
-    schedule = [(1, 4, 3), (5, 1000, 1)]
-    config = _create(
-        drafting,
-        2,
-        speculative_config={
-            "num_speculative_tokens": 3,
-            "num_speculative_tokens_per_batch_size": schedule,
-        },
-    )
+    by_batch = {"num_speculative_tokens_per_batch_size": [(1, 4, 3), (5, 1000, 1)]}
+    asked = {"method": "mtp", "num_speculative_tokens": 3, **by_batch}
+    config = _create(drafting, 2, speculative_config=asked)
     assert config.speculative_config.num_speculative_tokens_per_batch_size is None
 
 
@@ -1084,7 +1027,5 @@ def test_no_rank_drafts_another_number_of_tokens(drafting: Path) -> None:
 def test_vllm_itself_is_refused(
     drafting: Path, size: int, values: dict[str, Any], words: list[str]
 ) -> None:
-    with pytest.raises(UnsupportedError, match="--all2all-backend moe_nvlink") as caught:
+    with refused(UnsupportedError, "--all2all-backend moe_nvlink", *words):
         _create(drafting, size, **values)
-    for word in words:
-        assert word in str(caught.value)

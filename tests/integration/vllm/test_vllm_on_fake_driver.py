@@ -22,30 +22,29 @@ pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not install
 from vllm.forward_context import DPMetadata, ForwardContext, override_forward_context
 
 from moe_nvlink_plugin.config import local_expert_range
-from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.groups import as_group
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.recipes import FP8_BLOCK, MXFP8, NVFP4
-from tests.integration.vllm.moe.test_vllm_quantised import GLOBAL_SCALES, experts_of
+from tests.integration.vllm.moe.test_vllm_quantised import GLOBAL_SCALES, experts_of, restored
 from tests.integration.vllm.moe.vllm_layer import (
-    CAPACITY,
     HIDDEN_SIZE,
-    LEFT_OPEN,
     NUM_EXPERTS,
-    TOP_K,
     Experts,
     Layer,
+    config_of,
     dense,
+    ragged,
     take_cuda_branches,
     work_of,
+    worst_of,
 )
 from tests.support import fake_cuda
 from tests.support.fake_cuda import ptx
 from tests.support.fake_cuda.transport import OnFakeDriver, capturing, install
 from tests.support.ranks import run_processes
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("environment")]
+pytestmark = pytest.mark.timeout(300)
 
 
 NUM_ROUNDS = 6
@@ -66,7 +65,7 @@ FORMATS = (
 
 def _experts(recipe: Any, options: Options) -> Experts:
     if recipe is None or options.dispatch != "auto":
-        return Experts(LEFT_OPEN["NoOP"]())
+        return Experts()
     return experts_of(recipe)
 
 
@@ -80,22 +79,19 @@ def _format_body(group: Any, recipe: Any, options: Options) -> dict[str, Any]:
         transport=OnFakeDriver.name,
     )
     assert layer.exchange._layer.workspace.executor.asynchronous
-    worst, scale = 0.0, GLOBAL_SCALES.get(recipe.name) if recipe else None
-    for number in range(NUM_ROUNDS):
+    errors = []
+    for hidden, ids, weights in ragged(group.rank, NUM_ROUNDS):
         fake_cuda.control().fail()  # counts from here on
-        num_tokens = (number * (group.rank + 2) + 3 * group.rank) % (CAPACITY + 1)
-        hidden, ids, weights = work_of(num_tokens, 100 * number + group.rank)
         got = layer(hidden, ids, weights)
         if recipe:
-            hidden = recipe.dequantise(*recipe.quantise(hidden, scale), torch.float32, scale)
-        error = (got - dense(hidden, ids, weights)).abs().nan_to_num(nan=float("inf"))
-        worst = max([worst, *error.flatten().tolist()])
+            hidden = restored(recipe, hidden, GLOBAL_SCALES.get(recipe.name))
+        errors.append(worst_of(got, dense(hidden, ids, weights)))
         assert layer.experts.calls[-1].output is layer.exchange.combine_input()
         layer.poison()
     calls, launched = fake_cuda.control().calls(), fake_cuda.control().last_launch()
     layer.close()
     return {
-        "worst": worst,
+        "worst": max(errors),
         "launches": launched.count - before,
         "last": launched.name.decode(),
         "calls": calls,
@@ -192,7 +188,7 @@ def _graphs_body(group: Any) -> dict[str, Any]:
         with capturing():
             outputs += [(size, step.run(size)) for _ in range(num_layers)]
     last_size, received = outputs[-1][0], step.layer.experts.calls[-1].hidden_states
-    right, worst = [control.captured() == 2 * len(outputs)], 0.0
+    right, errors = [control.captured() == 2 * len(outputs)], []
     for number in range(NUM_REPLAYS):
         step.renew(10 * number + group.rank, (5 * number + 3 * group.rank) % (SIZES[0] + 1))
         values = [float(number + 1), 10.0 * (number + 1)]
@@ -213,10 +209,10 @@ def _graphs_body(group: Any) -> dict[str, Any]:
         step.renew(10 * number + 5 + group.rank, SIZES[0])
         got = step.run(3 + number)
         wanted = dense(step.hidden[: len(got)], step.ids[: len(got)], step.weights[: len(got)])
-        worst = max(worst, float((got - wanted).abs().nan_to_num(nan=float("inf")).max()))
+        errors.append(worst_of(got, wanted))
     rounds = step.layer.exchange.stats().rounds
     step.layer.close()
-    return {"right": right, "worst": worst, "rounds": rounds}
+    return {"right": right, "worst": max(errors), "rounds": rounds}
 
 
 def layer_body(rank: int, size: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -229,16 +225,8 @@ def layer_body(rank: int, size: int) -> tuple[list[dict[str, Any]], dict[str, An
 
 def _units() -> list[ptx.Unit]:
     """What the layers of FORMATS load."""
-    variants = [
-        LAYER.variant(
-            top_k=TOP_K,
-            dtype="fp32",
-            recipe="none" if recipe is None else recipe.name,
-            combine=options.combine,
-        )
-        for recipe, options in FORMATS
-    ]
-    return ptx.of(*variants)
+    named = [(None if recipe is None else recipe.name, one.combine) for recipe, one in FORMATS]
+    return ptx.of_configs(*(config_of(2, 0, recipe=name, combine=to) for name, to in named))
 
 
 @pytest.mark.parametrize("on", ["host", ptx.LONG])

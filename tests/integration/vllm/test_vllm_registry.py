@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,17 +25,23 @@ from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepa
 from moe_nvlink_plugin.integration.vllm.moe.method import MoeNvlinkFusedMoEMethod
 from moe_nvlink_plugin.integration.vllm.plugin import flag
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.integration.vllm import vllm_registry
+from tests.integration.vllm import vllm_config, vllm_registry
 from tests.integration.vllm.moe import vllm_experts
 from tests.integration.vllm.moe.vllm_experts import Weights, tokens
 from tests.integration.vllm.vllm_registry import Factory, OpenParallelConfig, Registry
 
 EP_SIZE = 2
 ASKED = {KEY: BACKEND}
+#: What a factory is asked with, beside a layer's configuration and a manager.
+OTHERS: dict[str, Any] = {
+    **dict.fromkeys(("quant_config", "routing_tables")),
+    **dict.fromkeys(("use_monolithic", "eep_stage"), False),
+    "allow_new_interface": True,
+}
 
 
 @pytest.fixture(autouse=True)
-def no_warning_yet(environment: None) -> None:
+def no_warning_yet() -> None:
     factory._warn.cache_clear()
 
 
@@ -44,10 +50,12 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
     return Registry(monkeypatch)
 
 
-@pytest.fixture
-def ranks_of_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with vllm_experts.ranks_of_vllm(monkeypatch):
-        yield
+def _check_rows(layer: Any, rank: int, weights: Weights) -> torch.Tensor:
+    """A round with tokens of this rank's own."""
+    mine = tokens(5 - 2 * rank, seed=rank)
+    got = vllm_experts.run(layer, *mine)
+    torch.testing.assert_close(got, weights.dense(*mine))
+    return got
 
 
 class Manager(OurManager):
@@ -93,10 +101,8 @@ def test_sequence_parallelism_is_that_of_the_carrier(
 def _loaded(group: ThreadGroup, weights: Weights, *, named: bool = False) -> tuple[Any, Manager]:
     """The rank's layer, once vLLM has loaded it, and its manager."""
     manager = Manager(vllm_experts.join(group))
-    layer = vllm_experts.make_layer(group.rank, group.size, backend=BACKEND if named else CARRIER)
-    weights.load(layer)
-    layer.quant_method.process_weights_after_loading(layer)
-    return layer, manager
+    backend = BACKEND if named else CARRIER
+    return vllm_experts.loaded(group.rank, group.size, weights, backend=backend), manager
 
 
 def _by_name(layer: Any, manager: Any, **more: Any) -> Any:
@@ -114,7 +120,7 @@ def _by_name(layer: Any, manager: Any, **more: Any) -> Any:
 _NAMED: dict[str, Any] = {"all2all_backend": BACKEND}
 
 
-@pytest.mark.usefixtures("ranks_of_vllm")
+@pytest.mark.usefixtures("cpu_ranks")
 def test_a_kernel_by_name_answers_as_our_layer(registry: Registry) -> None:
     weights = Weights(0)
     factory.put_in_place()
@@ -130,18 +136,16 @@ def test_a_kernel_by_name_answers_as_our_layer(registry: Registry) -> None:
         assert made.dispatch_format == theirs.prepare_finalize.dispatch_format
         again = mk.FusedMoEKernel(made, theirs.fused_experts)  # as vLLM's wrappers do
 
-        mine = tokens(5 - 2 * group.rank, seed=group.rank)
-        expected = vllm_experts.run(layer, *mine)
-        torch.testing.assert_close(expected, weights.dense(*mine))
+        expected = _check_rows(layer, group.rank, weights)
         for one in (kernel, again):
             layer.quant_method.moe_kernel = one
-            assert torch.equal(vllm_experts.run(layer, *mine), expected)
+            assert torch.equal(_check_rows(layer, group.rank, weights), expected)
 
     run_ranks(EP_SIZE, rank_main)
     assert registry.asked == [BACKEND] * EP_SIZE
 
 
-@pytest.mark.usefixtures("ranks_of_vllm")
+@pytest.mark.usefixtures("cpu_ranks")
 def test_our_layer_is_served_by_our_method_alone(registry: Registry) -> None:
     """Also one whose own configuration has our name, which vLLM would ask the factory for."""
     weights = Weights(0)
@@ -151,14 +155,13 @@ def test_our_layer_is_served_by_our_method_alone(registry: Registry) -> None:
         layer, _manager = _loaded(group, weights, named=True)
         assert type(layer.quant_method) is MoeNvlinkFusedMoEMethod
         assert layer.moe_config.moe_parallel_config.all2all_backend == CARRIER
-        mine = tokens(5 - 2 * group.rank, seed=group.rank)
-        torch.testing.assert_close(vllm_experts.run(layer, *mine), weights.dense(*mine))
+        _check_rows(layer, group.rank, weights)
 
     run_ranks(EP_SIZE, rank_main)
     assert registry.asked == []
 
 
-@pytest.mark.usefixtures("ranks_of_vllm")
+@pytest.mark.usefixtures("cpu_ranks")
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -179,21 +182,12 @@ def test_what_a_factory_cannot_make_is_refused(
             _by_name(layer, manager, **given)
         layer.moe_config.skip_final_all_reduce = True
         with pytest.raises(UnsupportedError, match="Inkling"):
-            factory.create(
-                None,
-                moe=layer.moe_config,
-                quant_config=None,
-                routing_tables=None,
-                all2all_manager=manager,
-                allow_new_interface=True,
-                use_monolithic=False,
-                eep_stage=False,
-            )
+            factory.create(None, moe=layer.moe_config, all2all_manager=manager, **OTHERS)
 
     run_ranks(EP_SIZE, rank_main)
 
 
-@pytest.mark.usefixtures("ranks_of_vllm")
+@pytest.mark.usefixtures("cpu_ranks")
 def test_experts_that_one_rank_refuses_are_refused_on_all(registry: Registry) -> None:
     factory.put_in_place()
 
@@ -231,8 +225,12 @@ def _without(module: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda monkeypatch: monkeypatch.delattr(module, name)
 
 
-def _with(module: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda monkeypatch: monkeypatch.setattr(module, name, value)
+def _with(name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda monkeypatch: monkeypatch.setattr(all2all_utils, name, value)
+
+
+def _with_base(value: type) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda monkeypatch: monkeypatch.setattr(prepare_finalize, vllm_registry.BASE, value)
 
 
 def _by_class_name(factories: dict[str, Any]) -> Callable[[Any], Any]:
@@ -249,31 +247,16 @@ def _refuse(_cls: Any) -> None:
         (_without(prepare_finalize, vllm_registry.BASE), "it lacks .*MoEPrepareFinalizeFactory"),
         (_without(all2all_utils, vllm_registry.REGISTER), f"it lacks .*{vllm_registry.REGISTER}"),
         (_without(all2all_utils, vllm_registry.FACTORIES), f"it lacks .*{vllm_registry.FACTORIES}"),
-        (
-            _with(prepare_finalize, vllm_registry.BASE, NoSequences),
-            "it lacks .*Factory.supports_sequence_parallel",
-        ),
-        (
-            _with(prepare_finalize, vllm_registry.BASE, OtherCreate),
-            r"create takes \['moe', 'quant_config', 'group'\], we know \['moe', ",
-        ),
-        (
-            _with(all2all_utils, vllm_registry.REGISTER, _by_class_name({})),
-            "it has None for moe_nvlink",
-        ),
-        (
-            _with(all2all_utils, vllm_registry.REGISTER, _refuse),
-            "TypeError: two arguments are needed",
-        ),
-        (_with(all2all_utils, vllm_registry.FACTORIES, [BACKEND]), "AttributeError: 'list' object"),
-        (_with(prepare_finalize, vllm_registry.BASE, NoFunction), "TypeError: .*not a callable"),
-        (
-            _with(all2all_utils, vllm_registry.FACTORIES, {BACKEND: OtherCreate}),
-            "it has .*OtherCreate.* for moe_nvlink",
-        ),
+        (_with_base(NoSequences), "it lacks .*Factory.supports_sequence_parallel"),
+        (_with_base(OtherCreate), r"takes \['moe', 'quant_config', 'group'\], we know \['moe', "),
+        (_with_base(NoFunction), "TypeError: .*not a callable"),
+        (_with(vllm_registry.REGISTER, _by_class_name({})), "it has None for moe_nvlink"),
+        (_with(vllm_registry.REGISTER, _refuse), "TypeError: two arguments are needed"),
+        (_with(vllm_registry.FACTORIES, [BACKEND]), "AttributeError: 'list' object"),
+        (_with(vllm_registry.FACTORIES, {BACKEND: OtherCreate}), "it has .*OtherCreate.* for moe"),
     ],
 )
-@pytest.mark.usefixtures("registry", "ranks_of_vllm")
+@pytest.mark.usefixtures("registry", "cpu_ranks")
 def test_another_registry_is_left_alone_with_one_warning(
     change: Callable[[pytest.MonkeyPatch], None],
     told: str,
@@ -291,9 +274,7 @@ def test_another_registry_is_left_alone_with_one_warning(
     weights = Weights(0)
 
     def rank_main(group: ThreadGroup) -> None:
-        layer, _manager = _loaded(group, weights)
-        mine = tokens(5 - 2 * group.rank, seed=group.rank)
-        torch.testing.assert_close(vllm_experts.run(layer, *mine), weights.dense(*mine))
+        _check_rows(_loaded(group, weights)[0], group.rank, weights)
 
     run_ranks(EP_SIZE, rank_main)
 
@@ -306,13 +287,6 @@ def test_without_a_registry_nothing_changes(caplog: pytest.LogCaptureFixture) ->
 
 
 # The name, where vLLM takes any.
-
-
-def _parser() -> Any:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
 
 
 @pytest.mark.parametrize(
@@ -330,7 +304,7 @@ def test_the_command_line_takes_every_name(
 ) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    parser = _parser()
+    parser = vllm_config.parser()
     engine_args = AsyncEngineArgs.from_cli_args(parser.parse_args(arguments))
     assert engine_args.all2all_backend == backend
     assert engine_args.additional_config == additional
@@ -338,21 +312,6 @@ def test_the_command_line_takes_every_name(
     assert option.choices is None
     assert option.metavar.count(BACKEND) == 1
     assert BACKEND in parser.format_help()
-
-
-def _asked(checkpoint: Path, **values: Any) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    return EngineArgs(
-        model=str(checkpoint),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=512,
-        all2all_backend=BACKEND,
-        enable_expert_parallel=True,
-        data_parallel_size=2,
-        **values,
-    )
 
 
 def _from_parallel_config(args: Any) -> Any:
@@ -366,7 +325,7 @@ def _from_parallel_config(args: Any) -> Any:
     "create", [lambda args: args.create_engine_config(), _from_parallel_config]
 )
 def test_python_takes_the_name(create: Callable[[Any], Any], checkpoint: Path) -> None:
-    config = create(_asked(checkpoint, additional_config={"mine": 1}))
+    config = create(vllm_config.args_with_us(checkpoint, additional_config={"mine": 1}))
     assert isinstance(config.parallel_config, OpenParallelConfig)
     assert config.parallel_config.all2all_backend == CARRIER
     assert {key: config.additional_config[key] for key in ("mine", KEY)} == {"mine": 1, **ASKED}
@@ -374,7 +333,7 @@ def test_python_takes_the_name(create: Callable[[Any], Any], checkpoint: Path) -
 
 @pytest.mark.usefixtures("registry")
 def test_additional_config_must_be_a_dict(checkpoint: Path) -> None:
-    config = _from_parallel_config(_asked(checkpoint))
+    config = _from_parallel_config(vllm_config.args_with_us(checkpoint))
     config.parallel_config.all2all_backend, config.additional_config = BACKEND, object()
     with pytest.raises(ConfigError, match="must be a dict"):
         flag.take_name(config)

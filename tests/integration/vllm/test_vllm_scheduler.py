@@ -63,26 +63,32 @@ def free_blocks(scheduler: Any) -> int:
 
 # Any load: nobody is evicted, and whoever has started can end.
 
+ASYNC = {"asynchronous": True}
+DRAFTS = {"drafts": "draft_model", "num_drafts": 3}
+MAMBA = {"specs": (full(), mamba("align")), "mamba_mode": "align"}
+TAILS = {
+    "specs": (full(block_size=16), mamba("align", block_size=16)),
+    "mamba_mode": "align",
+}
 #: What vLLM is asked to do: the KV cache groups, and arguments of `scheduler`.
 WORLDS: dict[str, dict[str, Any]] = {
     "full": {},
     "chunks": {"max_num_batched_tokens": 8},
-    "async": {"asynchronous": True},
+    "async": ASYNC,
     "priority": {"policy": "priority"},
     "no cache": {"prefix_caching": False},
-    "drafts": {"drafts": "draft_model", "num_drafts": 3},
+    "drafts": DRAFTS,
     "ngram": {"drafts": "ngram", "num_drafts": 2},
-    "async drafts": {"asynchronous": True, "drafts": "draft_model", "num_drafts": 3},
+    "async drafts": {**ASYNC, **DRAFTS},
     "window": {"specs": (window(8),), "max_num_batched_tokens": 16},
     "hybrid": {"specs": (full(), window(8), window(12)), "max_num_batched_tokens": 8},
     "async hybrid": {
         "specs": (full(), window(8)),
         "max_num_batched_tokens": 8,
-        "asynchronous": True,
-        "drafts": "draft_model",
-        "num_drafts": 3,
+        **ASYNC,
+        **DRAFTS,
     },
-    "mamba": {"specs": (full(), mamba("align")), "mamba_mode": "align"},
+    "mamba": MAMBA,
     "chunked local": {"specs": (full(), local(8)), "max_num_batched_tokens": 16},
     "mamba drafts": {
         "specs": (full(), mamba("align", drafts=3)),
@@ -94,23 +100,11 @@ WORLDS: dict[str, dict[str, Any]] = {
         "specs": (full(block_size=8), mamba("align", block_size=8)),
         "mamba_mode": "align",
     },
-    "copied tails": {
-        "specs": (full(block_size=16), mamba("align", block_size=16)),
-        "mamba_mode": "align",
-    },
-    "async copied tails": {
-        "specs": (full(block_size=16), mamba("align", block_size=16)),
-        "mamba_mode": "align",
-        "asynchronous": True,
-    },
+    "copied tails": TAILS,
+    "async copied tails": {**TAILS, **ASYNC},
     "dcp": {"specs": (full(block_size=BLOCK // 2),), "dcp": 2},
     "adapters": {"max_loras": 1},
-    "async mamba": {
-        "specs": (full(), mamba("align")),
-        "mamba_mode": "align",
-        "asynchronous": True,
-        "max_num_batched_tokens": 8,
-    },
+    "async mamba": {**MAMBA, **ASYNC, "max_num_batched_tokens": 8},
 }
 if "all" in typing.get_args(MambaCacheMode):  # up to vLLM 0.32
     WORLDS["mamba of all blocks"] = {"specs": (full(), mamba("all")), "mamba_mode": "all"}

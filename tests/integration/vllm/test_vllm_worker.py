@@ -16,18 +16,16 @@ from vllm.distributed.device_communicators.base_device_communicator import All2A
 from moe_nvlink_plugin.errors import ExchangeStateError
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
 from moe_nvlink_plugin.integration.common.options import Options
-from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.vllm import backend
 from moe_nvlink_plugin.integration.vllm.all2all_manager import MoeNvlinkAll2AllManager
-from moe_nvlink_plugin.integration.vllm.choices import WORDING
 from moe_nvlink_plugin.integration.vllm.draft import draft_head
 from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
 from moe_nvlink_plugin.integration.vllm.plugin import worker
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.core.exchange.small_exchange import assert_still_works, config
+from tests.integration.vllm.moe.vllm_layer import pool_of
+from tests.integration.vllm.vllm_config import config_with_us
 from tests.support import small_head
-
-pytestmark = pytest.mark.usefixtures("environment")
 
 CPU = "vllm.v1.worker.cpu_worker.CPUWorker"
 
@@ -41,24 +39,25 @@ def in_ep_group(manager: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.distributed.get_ep_group", lambda: group)
 
 
-def created(checkpoint: Path, **values: Any) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
+def ours(vllms: type) -> Any:
+    """Our worker above a class that stands for vLLM's."""
+    return type("Made", (worker.TellsOurExchange, vllms), {})()
 
-    return EngineArgs(
-        model=str(checkpoint),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=512,
-        enable_expert_parallel=True,
-        data_parallel_size=2,
-        **values,
-    ).create_engine_config()
+
+@pytest.fixture
+def vllms_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's base class of managers, without vLLM's groups."""
+
+    def init(self: Any, cpu_group: Any, tcp_store_group: Any = None) -> None:
+        self.rank, self.world_size = cpu_group.rank, cpu_group.size
+
+    monkeypatch.setattr(All2AllManagerBase, "__init__", init)
 
 
 def test_the_flag_makes_the_worker_ours(checkpoint: Path) -> None:
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    asked = created(checkpoint, all2all_backend=backend.BACKEND)
+    asked = config_with_us(checkpoint)
     assert worker.is_in_place(asked)
     found = resolve_obj_by_qualname(asked.parallel_config.worker_cls)
     assert issubclass(found, (worker.TellsOurExchange, resolve_obj_by_qualname(CPU)))
@@ -68,13 +67,13 @@ def test_the_flag_makes_the_worker_ours(checkpoint: Path) -> None:
 
 
 def test_without_the_flag_it_is_vllms(checkpoint: Path) -> None:
-    config = created(checkpoint)
+    config = config_with_us(checkpoint, all2all_backend=backend.CARRIER)
     assert config.parallel_config.worker_cls == CPU
     assert not worker.is_in_place(config)
 
 
 def test_a_users_own_worker_stays(checkpoint: Path) -> None:
-    config = created(checkpoint, all2all_backend=backend.BACKEND, worker_cls="some.where.Worker")
+    config = config_with_us(checkpoint, worker_cls="some.where.Worker")
     assert config.parallel_config.worker_cls == "some.where.Worker"
     assert not worker.is_in_place(config)
 
@@ -91,10 +90,8 @@ def test_startup_ends_when_the_worker_has_warmed_up(monkeypatch: pytest.MonkeyPa
             events.append("warmed up")
             return "times"
 
-    manager = Manager(end_startup=lambda: events.append("start-up over"))
-    in_ep_group(manager, monkeypatch)
-    made: Any = type("Made", (worker.TellsOurExchange, VllmsWorker), {})
-    assert made().compile_or_warm_up_model() == "times"
+    in_ep_group(Manager(end_startup=lambda: events.append("start-up over")), monkeypatch)
+    assert ours(VllmsWorker).compile_or_warm_up_model() == "times"
     assert events == ["warmed up", "start-up over"]
     guarded = VllmsWorker.model_runner.lora_manager._load_adapter
     assert guarded.__wrapped__, "adapters that we cannot serve are refused"
@@ -102,7 +99,7 @@ def test_startup_ends_when_the_worker_has_warmed_up(monkeypatch: pytest.MonkeyPa
 
 def test_a_dummy_batch_is_one_of_an_idle_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     (group,) = ThreadGroup.ranks(1)
-    made_pool = ExchangePool(Ranks(group, 0, 1, WORDING), torch.device("cpu"), Options())
+    made_pool = pool_of(group)
 
     class VllmsWorker:
         model_runner = SimpleNamespace(
@@ -119,10 +116,9 @@ def test_a_dummy_batch_is_one_of_an_idle_rank(monkeypatch: pytest.MonkeyPatch) -
             raise RuntimeError("out of memory")
 
     in_ep_group(Manager(pool=made_pool), monkeypatch)
-    made: Any = type("Made", (worker.TellsOurExchange, VllmsWorker), {})
     assert not made_pool.is_idle
     with pytest.raises(RuntimeError, match="out of memory"):
-        made().execute_dummy_batch()
+        ours(VllmsWorker).execute_dummy_batch()
     assert not made_pool.is_idle
 
 
@@ -140,9 +136,8 @@ def test_a_worker_whose_ranks_have_fallen_back_is_vllms(monkeypatch: pytest.Monk
             events.append("dummy batch")
 
     in_ep_group(object(), monkeypatch)
-    made: Any = type("Made", (worker.TellsOurExchange, VllmsWorker), {})
-    assert made().compile_or_warm_up_model() == "times"
-    made().execute_dummy_batch()
+    assert ours(VllmsWorker).compile_or_warm_up_model() == "times"
+    ours(VllmsWorker).execute_dummy_batch()
     assert events == ["dummy batch"]
 
 
@@ -154,11 +149,7 @@ def test_waking_writes_what_sleep_has_lost(
 ) -> None:
     """A scale that the user named lies among the weights, and vLLM takes it for one of them."""
     (group,) = ThreadGroup.ranks(1)
-    made_pool = ExchangePool(
-        Ranks(group, 0, 1, WORDING),
-        torch.device("cpu"),
-        Options(dispatch="nvfp4", dispatch_global_scale=0.25),
-    )
+    made_pool = pool_of(group, Options(dispatch="nvfp4", dispatch_global_scale=0.25))
     geometry = Geometry(4, 2, 128, 8, torch.float32)
     floats = VllmExpertsInput(SimpleNamespace(quant_dtype=None), takes_floats=True)
     chosen = made_pool.agree_on_format("a layer", floats, geometry)
@@ -172,23 +163,15 @@ def test_waking_writes_what_sleep_has_lost(
             woken.append(tags)
 
     in_ep_group(Manager(pool=made_pool), monkeypatch)
-    made: Any = type("Made", (worker.TellsOurExchange, VllmsWorker), {})
-    made().wake_up(tags)
+    ours(VllmsWorker).wake_up(tags)
     assert woken == [tags]
     assert (scale.tolist() == [0.25]) == is_restored
 
 
 @pytest.mark.parametrize("holds", [True, False])
-def test_the_manager_holds_startup_for_all_layers(
-    holds: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_manager_holds_startup_for_all_layers(holds: bool, vllms_manager: None) -> None:
     """The geometry that comes first holds it, those on the same workspace with it."""
-
-    def init(self: Any, cpu_group: Any, tcp_store_group: Any = None) -> None:
-        self.rank, self.world_size = 0, 1
-
     (group,) = ThreadGroup.ranks(1)
-    monkeypatch.setattr(All2AllManagerBase, "__init__", init)
     manager = MoeNvlinkAll2AllManager(group, device=torch.device("cpu"), holds_startup=holds)
     usual = config()
     geometry = Geometry(4, 2, usual.hidden_size, 8, torch.float32)
@@ -206,7 +189,7 @@ def test_the_manager_holds_startup_for_all_layers(
     assert manager.pool.exchanges == []
 
 
-def test_the_manager_makes_a_part_once_and_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manager_makes_a_part_once_and_closes_it(vllms_manager: None) -> None:
     """A shared LM head is one: `draft.mtp` asks for it when it builds a draft."""
     events: list[str] = []
 
@@ -225,11 +208,7 @@ def test_the_manager_makes_a_part_once_and_closes_it(monkeypatch: pytest.MonkeyP
         def close(self) -> None:
             events.append("closed")
 
-    def init(self: Any, cpu_group: Any, tcp_store_group: Any = None) -> None:
-        self.rank, self.world_size = 0, 1
-
     (group,) = ThreadGroup.ranks(1)
-    monkeypatch.setattr(All2AllManagerBase, "__init__", init)
     manager = MoeNvlinkAll2AllManager(group, device=torch.device("cpu"))
     assert manager._more_stats() == {}
     assert manager.part(Heads) is manager.part(Heads)
@@ -238,13 +217,10 @@ def test_the_manager_makes_a_part_once_and_closes_it(monkeypatch: pytest.MonkeyP
     assert events == ["1 rank on cpu", "closed"]
 
 
-def test_a_checkpoint_gives_all_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_gives_all_memory_back(
+    vllms_manager: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That of all layers and of the draft's head; restored without a prepare it is renewed too."""
-
-    def init(self: Any, cpu_group: Any, tcp_store_group: Any = None) -> None:
-        self.rank, self.world_size = cpu_group.rank, cpu_group.size
-
-    monkeypatch.setattr(All2AllManagerBase, "__init__", init)
     monkeypatch.setattr(draft_head, "group_of", lambda group, _rank, _size: group)
     of_head = small_head.config(2)
     plan = draft_head.Plan(
@@ -292,9 +268,8 @@ def test_who_is_told_of_a_checkpoint(
     """vLLM waits for an accelerator first, which CPU ranks have not."""
     told: list[str] = []
     pool = SimpleNamespace(device=SimpleNamespace(type=device))
-    ours = Manager(pool=pool, **{method: lambda: told.append("our manager")})
-    in_ep_group(ours if device else object(), monkeypatch)
+    manager = Manager(pool=pool, **{method: lambda: told.append("our manager")})
+    in_ep_group(manager if device else object(), monkeypatch)
     base = type("VllmsWorker", (), {method: lambda _self: told.append("vLLM")})
-    made: Any = type("Made", (worker.TellsOurExchange, base), {})
-    getattr(made(), method)()
+    getattr(ours(base), method)()
     assert told == seen

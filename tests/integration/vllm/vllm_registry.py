@@ -99,40 +99,17 @@ class Registry:
             self.sequence_parallel.add(cls.backend_name)
         return cls
 
-    def make(
-        self,
-        moe: Any,
-        quant_config: Any,
-        routing_tables: Any = None,
-        allow_new_interface: bool = False,
-        use_monolithic: bool = False,
-        all2all_manager: Any = None,
-        eep_stage: bool = False,
-        **more: Any,
-    ) -> Any:
+    def make(self, moe: Any, quant_config: Any, all2all_manager: Any = None, **more: Any) -> Any:
         """vLLM's function that makes a prepare/finalize: it asks a factory, if there is one."""
+        given = {"moe": moe, "quant_config": quant_config, **more}
         chosen = moe.moe_parallel_config.all2all_backend
         factory = self.factories.get(chosen)
         if factory is None or not moe.moe_parallel_config.use_all2all_kernels:
-            return self._built_in(
-                moe,
-                quant_config,
-                routing_tables,
-                allow_new_interface,
-                use_monolithic,
-                all2all_manager,
-                **more,
-            )
+            return self._built_in(all2all_manager=all2all_manager, **given)
         self.asked.append(chosen)
-        return factory.create(
-            moe=moe,
-            quant_config=quant_config,
-            routing_tables=routing_tables,
-            all2all_manager=all2all_manager or all2all_utils.get_ep_all2all_manager(),
-            allow_new_interface=allow_new_interface,
-            use_monolithic=use_monolithic,
-            eep_stage=eep_stage,
-        )
+        manager = all2all_manager or all2all_utils.get_ep_all2all_manager()
+        usual: dict[str, Any] = dict.fromkeys(("use_monolithic", "eep_stage"), False)
+        return factory.create(all2all_manager=manager, **usual | {"routing_tables": None} | given)
 
     def add_choice(self, parser: Any) -> None:
         """What the plugin does to the command line, whose option has no choices any more."""

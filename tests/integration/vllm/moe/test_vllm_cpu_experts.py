@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 
@@ -19,40 +16,28 @@ EP_SIZE = 2
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-@pytest.fixture
-def calls(environment: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
-    with vllm_experts.ranks_of_vllm(monkeypatch) as ids:
-        yield ids
-
-
-def loaded(group: ThreadGroup, weights: Weights, dtype: torch.dtype = torch.float32) -> Any:
-    layer = vllm_experts.make_layer(group.rank, group.size, dtype)
-    weights.load(layer)
-    layer.quant_method.process_weights_after_loading(layer)
-    return layer
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_each_choice_is_computed_once(dtype: torch.dtype, calls: list[torch.Tensor]) -> None:
+def test_each_choice_is_computed_once(dtype: torch.dtype, cpu_ranks: list[torch.Tensor]) -> None:
     weights = Weights(0, dtype)
     mine = [tokens(5 - 2 * rank, rank, dtype) for rank in range(EP_SIZE)]
 
     def rank_main(group: ThreadGroup) -> torch.Tensor:
         vllm_experts.join(group)
-        layer = loaded(group, weights, dtype)
-        return vllm_experts.run(layer, *mine[group.rank])
+        return vllm_experts.run(
+            vllm_experts.loaded(group.rank, EP_SIZE, weights, dtype), *mine[group.rank]
+        )
 
     for outputs, work in zip(run_ranks(EP_SIZE, rank_main), mine, strict=True):
         assert outputs.dtype == dtype
         expected, limit = weights.dense(*work), TOLERANCE[dtype]
         torch.testing.assert_close(outputs.float(), expected, rtol=limit, atol=limit)
-    assert all(ids.shape[1] == 1 for ids in calls)
+    assert all(ids.shape[1] == 1 for ids in cpu_ranks)
     asked = torch.cat([ids.flatten() for _hidden, ids, _weights in mine])
     first_half = int((asked < NUM_EXPERTS // EP_SIZE).sum())
-    assert sorted(map(len, calls)) == sorted([first_half, len(asked) - first_half])
+    assert sorted(map(len, cpu_ranks)) == sorted([first_half, len(asked) - first_half])
 
 
-def test_choices_that_a_router_marked_are_not_computed(calls: list[torch.Tensor]) -> None:
+def test_choices_that_a_router_marked_are_not_computed(cpu_ranks: list[torch.Tensor]) -> None:
     """Of one token all three choices are padding, which is -1, and of another the first one."""
     hidden, ids, router = tokens(4, seed=0)
     expected = router.clone()
@@ -62,21 +47,23 @@ def test_choices_that_a_router_marked_are_not_computed(calls: list[torch.Tensor]
 
     def rank_main(group: ThreadGroup) -> torch.Tensor:
         vllm_experts.join(group)
-        return vllm_experts.run(loaded(group, weights), hidden, ids, router)
+        return vllm_experts.run(
+            vllm_experts.loaded(group.rank, EP_SIZE, weights), hidden, ids, router
+        )
 
     for outputs in run_ranks(EP_SIZE, rank_main):
         torch.testing.assert_close(outputs, weights.dense(hidden, ids.clamp(min=0), expected))
-    assert sum(map(len, calls)) == EP_SIZE * (3 * TOP_K - 1)
+    assert sum(map(len, cpu_ranks)) == EP_SIZE * (3 * TOP_K - 1)
 
 
-def test_tokens_of_an_idle_rank_go_to_no_expert(calls: list[torch.Tensor]) -> None:
+def test_tokens_of_an_idle_rank_go_to_no_expert(cpu_ranks: list[torch.Tensor]) -> None:
     """The other rank's tokens are served meanwhile, and in the next round the idle rank's too."""
     weights = Weights(0)
     mine = [tokens(3, rank) for rank in range(EP_SIZE)]
 
     def rank_main(group: ThreadGroup) -> list[torch.Tensor]:
         pool = vllm_experts.join(group)
-        layer = loaded(group, weights)
+        layer = vllm_experts.loaded(group.rank, EP_SIZE, weights)
         work = mine[group.rank]
         if group.rank == 0:
             return [vllm_experts.run(layer, *work), vllm_experts.run(layer, *work)]
@@ -89,4 +76,4 @@ def test_tokens_of_an_idle_rank_go_to_no_expert(calls: list[torch.Tensor]) -> No
         torch.testing.assert_close(outputs, weights.dense(*mine[0]))
     assert not idle.any()
     torch.testing.assert_close(served, weights.dense(*mine[1]))
-    assert sum(map(len, calls)) == 3 * mine[0][1].numel()
+    assert sum(map(len, cpu_ranks)) == 3 * mine[0][1].numel()

@@ -7,11 +7,9 @@ here, processes on the stand-in driver in test_vllm_on_fake_driver.py.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,14 +21,14 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm import forward_context
 from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
 
-from moe_nvlink_plugin import Dispatched, DispatchMetadata, MoeAllToAll
+from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm.moe import cuda_prepare_finalize
 from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.prepare_finalize import Arrived
-from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from moe_nvlink_plugin.testing import run_ranks
 from tests.integration.vllm.moe.vllm_layer import (
     CAPACITY,
     HIDDEN_SIZE,
@@ -39,53 +37,36 @@ from tests.integration.vllm.moe.vllm_layer import (
     TOP_K,
     Experts,
     Layer,
+    WithoutData,
+    alone,
     config_of,
     dense,
     expert_map_of,
-    take_cuda_branches,
+    ragged,
     work_of,
+    worst_of,
 )
 
-ROOT = Path(__file__).resolve().parents[4]
-
-pytestmark = pytest.mark.usefixtures("environment")
-
-
-@pytest.fixture(autouse=True)
-def cuda_branches(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_cuda_branches(monkeypatch.setattr)
-
-
-def _on_one_rank(**values: Any) -> Layer:
-    (group,) = ThreadGroup.ranks(1)
-    return Layer(group, **values)
+pytestmark = pytest.mark.usefixtures("cuda_branches")
 
 
 @pytest.fixture
 def layer() -> Iterator[Layer]:
-    made = _on_one_rank()
-    yield made
-    made.close()
+    with alone() as made:
+        yield made
 
 
 # Against the dense layer.
 
 
 def _rounds(group: Any, left_open: str, **values: Any) -> float:
-    """Largest error of one rank over ragged rounds, empty and full ones among them."""
-    layer = Layer(group, left_open, **values)
-    worst = 0.0
-    for number in range(8):
-        num_tokens = (number * (group.rank + 2) + 3 * group.rank) % (CAPACITY + 1)
-        work = work_of(num_tokens, 100 * number + group.rank)
-        got, expected = layer(*work), dense(*work)
-        assert got.shape == expected.shape
-        # Told, not asserted: a rank that stops here would leave the others waiting.
-        error = (got - expected).abs().nan_to_num(nan=float("inf"))
-        worst = max([worst, *error.flatten().tolist()])
-        layer.poison()
-    layer.close()
-    return worst
+    """Largest error of one rank over ragged rounds."""
+    errors = []
+    with Layer(group, left_open, **values) as layer:
+        for work in ragged(group.rank, 8):
+            errors.append(worst_of(layer(*work), dense(*work)))
+            layer.poison()
+    return max(errors)
 
 
 @pytest.mark.parametrize("left_open", LEFT_OPEN)
@@ -249,29 +230,27 @@ def test_a_small_batch_takes_a_small_part_of_the_buffer(in_context: Callable[...
     sizes = [(0, 1), (8, 3), (9, 4), (0, 17), (20, 20), (1, 2)]
 
     def rank_main(group: Any) -> list[int]:
-        layer, slots = Layer(group, max_tokens_per_rank=20), []
-        for number, both in enumerate(sizes):
-            if group.rank == 0:
-                in_context(list(both))
-            group.all_gather_object(None)
-            work = work_of(both[group.rank], 10 * number + group.rank)
-            torch.testing.assert_close(layer(*work), dense(*work), rtol=1e-5, atol=1e-5)
-            slots.append(layer.experts.calls[-1].hidden_states.shape[0])
-            group.all_gather_object(None)
-        layer.close()
-        return slots
+        with Layer(group, max_tokens_per_rank=20) as layer:
+            for number, both in enumerate(sizes):
+                if group.rank == 0:
+                    in_context(list(both))
+                group.all_gather_object(None)
+                work = work_of(both[group.rank], 10 * number + group.rank)
+                torch.testing.assert_close(layer(*work), dense(*work), rtol=1e-5, atol=1e-5)
+                group.all_gather_object(None)
+            return [call.hidden_states.shape[0] for call in layer.experts.calls]
 
     for slots in run_ranks(2, rank_main):
         assert slots == [16, 16, 32, 40, 40, 16]
 
 
-def test_without_sizes_the_whole_buffer_is_handed_out(in_context: Callable[..., None]) -> None:
-    layer = _on_one_rank()
+def test_without_sizes_the_whole_buffer_is_handed_out(
+    layer: Layer, in_context: Callable[..., None]
+) -> None:
     layer(*work_of(1, 0))
     in_context()
     layer(*work_of(1, 0))
     assert [call.hidden_states.shape[0] for call in layer.experts.calls] == [CAPACITY] * 2
-    layer.close()
 
 
 def test_padding_rows_are_not_sent(layer: Layer, in_context: Callable[..., None]) -> None:
@@ -337,42 +316,6 @@ def test_a_mask_of_other_rows_is_not_used(layer: Layer, in_context: Callable[...
 # Fit for a CUDA graph.
 
 
-class WithoutData:
-    """An exchange whose tensors have shapes and no data: whoever reads a value is an error."""
-
-    def __init__(self) -> None:
-        self.config = config_of(2, 1)
-        self.slots = 2 * CAPACITY
-        self.region = self._empty(HIDDEN_SIZE, dtype=torch.float32)
-        self.combined: list[torch.Tensor] = []
-
-    def _empty(self, *row: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty((self.slots, *row), dtype=dtype, device="meta")
-
-    def dispatch(
-        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *_: Any, **_more: Any
-    ) -> Dispatched:
-        return Dispatched(
-            hidden_states=self._empty(HIDDEN_SIZE, dtype=hidden.dtype),
-            scales=None,
-            topk_ids=self._empty(TOP_K, dtype=torch.int32),
-            topk_weights=self._empty(TOP_K, dtype=torch.float32),
-            extra_payloads=(),
-            recv_counts=torch.empty(2, dtype=torch.int32, device="meta"),
-            metadata=DispatchMetadata(ids, 0, 0, -1, CAPACITY),
-        )
-
-    def combine_input(
-        self, dtype: torch.dtype | None = None, *, hidden_size: int | None, metadata: Any
-    ) -> torch.Tensor:
-        assert hidden_size is None
-        return self.region
-
-    def combine(self, rows: torch.Tensor, metadata: Any, **given: Any) -> None:
-        assert given.keys() == {"output", "hidden_size", "add", "scale"}
-        self.combined.append(rows)
-
-
 def _without_data(subject: Any, exchange: WithoutData, left_open: str) -> None:
     meta: dict[str, Any] = {"device": "meta"}
     hidden = torch.empty(4, HIDDEN_SIZE, **meta)
@@ -411,13 +354,8 @@ def test_reading_a_value_would_be_noticed() -> None:
 # Which experts are served.
 
 
-@pytest.mark.parametrize("left_open", LEFT_OPEN)
-def test_experts_that_are_served(layer: Layer, left_open: str) -> None:
-    layer.subject.post_init_setup(Experts(LEFT_OPEN[left_open]()))
-
-
 def test_experts_that_leave_batched_rows_are_refused(layer: Layer) -> None:
-    batched = Experts(topk_weight_and_reduce.TopKWeightAndReduceNaiveBatched(0))
+    batched = Experts(left_open=topk_weight_and_reduce.TopKWeightAndReduceNaiveBatched(0))
     with pytest.raises(UnsupportedError, match="TopKWeightAndReduceNaiveBatched.*--moe-backend"):
         layer.subject.post_init_setup(batched)
 
@@ -434,8 +372,8 @@ class _Narrow(Experts):
 def _narrow_rounds(group: Any, left_open: str) -> float:
     """Largest error of one rank, whose rows are as narrow when they are sent."""
     impl = LEFT_OPEN[left_open]()
-    layer = Layer(group, experts=_Narrow(impl))
-    subject, worst = layer.subject, 0.0
+    layer = Layer(group, experts=_Narrow(left_open=impl))
+    subject, errors = layer.subject, [0.0]
     for number in range(3):
         hidden, ids, weights = work_of((number + group.rank) % CAPACITY, number)
         hidden[:, _Narrow.made :] = 0.0
@@ -461,11 +399,10 @@ def _narrow_rounds(group: Any, left_open: str) -> float:
             made = region.copy_(made)
         output = torch.full((len(hidden), _Narrow.made), float("nan"))
         subject.finalize(output, made, sent_weights, sent_ids, False, impl)
-        error = (output - dense(hidden, ids, weights)[:, : _Narrow.made]).abs()
-        worst = max([worst, *error.nan_to_num(nan=float("inf")).flatten().tolist()])
+        errors.append(worst_of(output, dense(hidden, ids, weights)[:, : _Narrow.made]))
         layer.poison()
     layer.close()
-    return worst
+    return max(errors)
 
 
 @pytest.mark.parametrize("left_open", LEFT_OPEN)
@@ -475,16 +412,17 @@ def test_experts_that_leave_padding_columns_out(left_open: str) -> None:
 
 
 def test_widths_that_combine_cannot_fetch_are_refused(layer: Layer) -> None:
-    experts = _Narrow(LEFT_OPEN["NoOP"]())
+    experts = _Narrow()
     layer.subject.post_init_setup(experts)
     experts.made = HIDDEN_SIZE + 8
     with pytest.raises(UnsupportedError, match="rows of 136 out of rows of 128.*--moe-backend"):
         layer.subject.post_init_setup(experts)
-    in_blocks = _on_one_rank(options=Options(combine="fp8_block"))
     experts.made = HIDDEN_SIZE - 8
-    with pytest.raises(UnsupportedError, match="rows of 120 out of rows of 128"):
+    with (
+        alone(options=Options(combine="fp8_block")) as in_blocks,
+        pytest.raises(UnsupportedError, match="rows of 120 out of rows of 128"),
+    ):
         in_blocks.subject.post_init_setup(experts)
-    in_blocks.close()
 
 
 def test_experts_that_count_by_rank_need_equal_shares() -> None:
@@ -492,36 +430,9 @@ def test_experts_that_count_by_rank_need_equal_shares() -> None:
         ep_rank = 1
 
     for num_experts, refused in ((6, False), (7, True)):
-        exchange: Any = WithoutData()
-        exchange.config = config_of(2, 1, num_experts=num_experts)
+        exchange: Any = WithoutData(num_experts=num_experts)
         subject = CudaPrepareAndFinalize(exchange, expert_map_of(exchange.config))
-        subject.post_init_setup(Experts(LEFT_OPEN["NoOP"]()))
-        if refused:
-            with pytest.raises(UnsupportedError, match="7 experts on 2 ranks"):
-                subject.post_init_setup(ByRank(LEFT_OPEN["NoOP"]()))
-        else:
-            subject.post_init_setup(ByRank(LEFT_OPEN["NoOP"]()))
-
-
-def _imports(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.add(str(node.module).split(".")[0])
-    return found
-
-
-def test_only_its_own_adapter_imports_flashinfer() -> None:
-    """In servers its kernels are reached through the framework's choice of experts, or not at all.
-
-    SGLang leaves it to the dispatcher to quantise rows, and to lay out scales, for FlashInfer.
-    """
-    but = {ROOT / "integration/sglang/moe/experts_input.py"}
-    but.update((ROOT / "integration/flashinfer").glob("*.py"))
-    folders = ("moe_nvlink_plugin", "integration")
-    files = [p for folder in folders for p in (ROOT / folder).rglob("*.py") if p not in but]
-    imported = {path: _imports(path) for path in files}
-    assert any("vllm" in names for names in imported.values())
-    assert [path for path, names in imported.items() if "flashinfer" in names] == []
+        subject.post_init_setup(Experts())
+        told = pytest.raises(UnsupportedError, match="7 experts on 2 ranks")
+        with told if refused else contextlib.nullcontext():
+            subject.post_init_setup(ByRank())

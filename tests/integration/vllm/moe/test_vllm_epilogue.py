@@ -29,17 +29,14 @@ from tests.integration.vllm import vllm_runner
 from tests.integration.vllm.moe import vllm_experts
 from tests.integration.vllm.moe.vllm_experts import HIDDEN_SIZE, NUM_EXPERTS, TOP_K, Weights, tokens
 from tests.integration.vllm.moe.vllm_layer import (
-    LEFT_OPEN,
     Experts,
-    Layer,
+    alone,
     dense,
     take_cuda_branches,
     work_of,
 )
 
 EP_SIZE, SCALE = 2, 2.5
-
-pytestmark = pytest.mark.usefixtures("environment")
 
 
 # The decision.
@@ -65,17 +62,16 @@ def _runner(**changed: Any) -> Any:
     return SimpleNamespace(moe_config=SimpleNamespace(**moe), **(runner | changed))
 
 
+UNSCALED: dict[str, Any] = {"routed_scaling_factor": 1.0}
+
+
 @pytest.mark.parametrize(
     ("changed", "tp_size", "reason"),
     [
         ({}, 1, ""),
         ({"shared_experts": None}, 1, ""),
-        ({"routed_scaling_factor": 1.0}, 1, ""),
-        (
-            {"shared_experts": None, "routed_scaling_factor": 1.0},
-            1,
-            "there are no shared experts and no routed scaling factor",
-        ),
+        (UNSCALED, 1, ""),
+        (UNSCALED | {"shared_experts": None}, 1, "no shared experts and no routed scaling factor"),
         ({"method": 7}, 1, "its method is int"),
         ({"routed_output_transform": "one"}, 1, "a transform of the routed output"),
         ({"routed_input_transform": "one"}, 1, "other rows than the routed experts"),
@@ -85,7 +81,7 @@ def _runner(**changed: Any) -> Any:
         ({"hidden_dim": 256}, 1, "rows of 128 elements are padded to 256"),
         ({"in_dtype": torch.float16}, 1, "in float16"),
         ({"in_dtype": torch.float16, "shared_experts": None}, 1, ""),
-        ({"in_dtype": torch.float16, "routed_scaling_factor": 1.0}, 1, ""),
+        (UNSCALED | {"in_dtype": torch.float16}, 1, ""),
     ],
 )
 def test_which_layers_combine_ends(
@@ -99,25 +95,14 @@ def test_which_layers_combine_ends(
 
 def test_the_op_writes_none_of_its_inputs() -> None:
     """torch.compile would copy inputs for an op that writes them, as vLLM's with one output."""
-    ours, theirs = (
-        getattr(torch.ops.vllm, layers.OP_NAME).default._schema,
-        torch.ops.vllm.moe_forward.default._schema,
-    )
+    named = (layers.OP_NAME, "moe_forward")
+    ours, theirs = (getattr(torch.ops.vllm, name).default._schema for name in named)
     assert theirs.is_mutable
     assert not ours.is_mutable
     assert [a.name for a in ours.arguments] == [a.name for a in theirs.arguments]
 
 
 # CPU ranks.
-
-
-@pytest.fixture
-def cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with (
-        vllm_experts.ranks_of_vllm(monkeypatch),
-        vllm_runner.forwards_of_vllm(monkeypatch),
-    ):
-        yield
 
 
 def shared_module(dtype: torch.dtype) -> torch.nn.Module:
@@ -163,7 +148,7 @@ def of_one_rank(dtype: torch.dtype, rank: int) -> tuple[torch.Tensor, torch.Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("shared", "scale"), [(True, SCALE), (True, 1.0), (False, SCALE)])
 def test_the_result_is_rounded_once(
-    shared: bool, scale: float, dtype: torch.dtype, cpu_ranks: None
+    shared: bool, scale: float, dtype: torch.dtype, cpu_layers: None
 ) -> None:
     def rank_main(group: ThreadGroup) -> tuple[str, torch.Tensor, torch.Tensor]:
         layer = CpuLayer(group, dtype, shared, scale)
@@ -190,7 +175,7 @@ def test_the_result_is_rounded_once(
 
 
 def test_a_layer_without_either_stays_as_it_is(
-    cpu_ranks: None, caplog: pytest.LogCaptureFixture
+    cpu_layers: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     def rank_main(group: ThreadGroup) -> None:
         layer, work = CpuLayer(group, shared=False, scale=1.0), tokens(3, seed=group.rank)
@@ -207,7 +192,7 @@ def test_a_layer_without_either_stays_as_it_is(
     ]
 
 
-def test_float16_goes_vllms_way(cpu_ranks: None) -> None:
+def test_float16_goes_vllms_way(cpu_layers: None) -> None:
     """vLLM divides the shared experts' output; the decoder layer multiplies later."""
 
     def rank_main(group: ThreadGroup) -> tuple[str, torch.Tensor, torch.Tensor]:
@@ -222,7 +207,7 @@ def test_float16_goes_vllms_way(cpu_ranks: None) -> None:
         torch.testing.assert_close(got, wanted)
 
 
-def test_a_method_that_replaces_ours_ends_layers_itself(cpu_ranks: None) -> None:
+def test_a_method_that_replaces_ours_ends_layers_itself(cpu_layers: None) -> None:
     """As vLLM's LoRA does it, around our kernel."""
 
     def rank_main(group: ThreadGroup) -> None:
@@ -239,7 +224,7 @@ def test_a_method_that_replaces_ours_ends_layers_itself(cpu_ranks: None) -> None
     run_ranks(EP_SIZE, rank_main)
 
 
-def test_an_exception_leaves_nothing_to_the_next_forward(cpu_ranks: None) -> None:
+def test_an_exception_leaves_nothing_to_the_next_forward(cpu_layers: None) -> None:
     def rank_main(group: ThreadGroup) -> None:
         layer, work = CpuLayer(group), tokens(3, seed=group.rank)
         before = vllm_runner.forward(layer.runner, *work)
@@ -326,10 +311,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(torch.cuda, "stream", _on)
     for verb in ("dispatch", "combine"):
         monkeypatch.setattr(MoeAllToAll, verb, _noted(verb, getattr(MoeAllToAll, verb)))
-    with (
-        set_current_vllm_config(VllmConfig()),
-        vllm_runner.forwards_of_vllm(monkeypatch),
-    ):
+    with set_current_vllm_config(VllmConfig()), vllm_runner.forwards_of_vllm(monkeypatch):
         # vLLM's CPU platform has just set it.
         monkeypatch.setenv("VLLM_DISABLE_SHARED_EXPERTS_STREAM", "0")
         yield done
@@ -344,15 +326,13 @@ def _noted(verb: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _one_forward(shared: bool = True) -> None:
-    (group,) = ThreadGroup.ranks(1)
-    layer = Layer(group, experts=_Experts(LEFT_OPEN["NoOP"]()))
-    routed = vllm_runner.Routed(layer)
-    runner = vllm_runner.make_runner(routed, "layer 3", _Shared() if shared else None, SCALE)
-    routed.install()
     hidden, ids, weights = work_of(4, 0)
-    got = vllm_runner.forward(runner, hidden, ids, weights)
+    with alone(experts=_Experts()) as layer:
+        routed = vllm_runner.Routed(layer)
+        runner = vllm_runner.make_runner(routed, "layer 3", _Shared() if shared else None, SCALE)
+        routed.install()
+        got = vllm_runner.forward(runner, hidden, ids, weights)
     wanted = dense(hidden, ids, weights) * SCALE + (hidden + 1 if shared else 0)
-    layer.close()
     torch.testing.assert_close(got, wanted)
 
 

@@ -22,7 +22,7 @@ from tests.support import ranks as processes
 from tests.support import vllm_experts_ranks
 from tests.support.vllm_sizes import GPU_SCHEMES
 
-pytestmark = [pytest.mark.usefixtures("environment"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 def test_rounds_and_replays(tmp_path: Path) -> None:

@@ -20,26 +20,22 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import config as moe_config
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
-from moe_nvlink_plugin.integration.common.formats import choose
-from moe_nvlink_plugin.integration.common.options import Options
-from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
-from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
 from moe_nvlink_plugin.testing import run_ranks
 from tests.integration.common.framework_wheels import left_out
-from tests.integration.vllm.moe.test_vllm_quantised import ONE, TENSOR_SCALE, fp8, mxfp8, nvfp4
-from tests.integration.vllm.moe.vllm_layer import (
-    config_of,
-    expert_map_of,
-    parallel_of,
-    take_cuda_branches,
+from tests.integration.vllm.moe import vllm_layer
+from tests.integration.vllm.moe.test_vllm_quantised import (
+    ONE,
+    TENSOR_SCALE,
+    fp8,
+    mxfp8,
+    nvfp4,
+    transposed,
 )
+from tests.integration.vllm.moe.vllm_layer import moe_config_of, parallel_of
 from tests.support import flashinfer_wheel, wheels
 
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, INTERMEDIATE_SIZE, CAPACITY = 8, 4, 256, 128, 8
@@ -72,11 +68,6 @@ class Case(NamedTuple):
         return f"{self.experts.split(':')[1]} {self.recipe}{' copied' * self.copied}"
 
 
-def transposed(config: Any) -> Any:
-    config.is_scale_transposed = True  # vLLM 0.33 says so of TRTLLM's FP8 blocks
-    return config
-
-
 def mxfp8_by_blocks() -> Any:
     return moe_config.FusedMoEQuantConfig.make(
         "mxfp8", w1_scale=ONE, w2_scale=ONE, block_shape=[1, 32], is_scale_swizzled=False
@@ -89,14 +80,10 @@ def mxfp4_weights() -> Any:
 
 CUTLASS_CLASS = "flashinfer_cutlass_moe:FlashInferExperts"
 CUTLASS_CALL = f"{CUTLASS}:flashinfer_cutlass_fused_moe"
-FP8_CLASS, FP8_CALL = (
-    "trtllm_fp8_moe:TrtLlmFp8ExpertsModular",
-    ("flashinfer.fused_moe:trtllm_fp8_block_scale_routed_moe"),
-)
-FP4_CLASS, FP4_CALL = (
-    "trtllm_nvfp4_moe:TrtLlmNvFp4ExpertsModular",
-    ("flashinfer.fused_moe:trtllm_fp4_block_scale_routed_moe"),
-)
+FP8_CLASS = "trtllm_fp8_moe:TrtLlmFp8ExpertsModular"
+FP8_CALL = "flashinfer.fused_moe:trtllm_fp8_block_scale_routed_moe"
+FP4_CLASS = "trtllm_nvfp4_moe:TrtLlmNvFp4ExpertsModular"
+FP4_CALL = "flashinfer.fused_moe:trtllm_fp4_block_scale_routed_moe"
 MXFP4_CLASS = "trtllm_mxfp4_moe:TrtLlmMxfp4ExpertsModular"
 MXFP4_CALL = "flashinfer:trtllm_fp4_block_scale_routed_moe"
 UNQUANTISED = moe_config.FUSED_MOE_UNQUANTIZED_CONFIG
@@ -135,8 +122,7 @@ def flashinfer() -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
-def cuda_branches(monkeypatch: pytest.MonkeyPatch, environment: None) -> Iterator[None]:
-    take_cuda_branches(monkeypatch.setattr)
+def as_on_cuda(cuda_branches: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: "cpu")
     with set_current_vllm_config(VllmConfig()):
         yield
@@ -144,18 +130,14 @@ def cuda_branches(monkeypatch: pytest.MonkeyPatch, environment: None) -> Iterato
 
 def experts_of(case: Case, rank: int) -> Any:
     module, name = case.experts.split(":")
-    first, end = local_expert_range(NUM_EXPERTS, EP_SIZE, rank)
-    config = moe_config.FusedMoEConfig(
+    config = moe_config_of(
+        EP_SIZE,
+        rank,
+        NUM_EXPERTS // EP_SIZE,
         num_experts=NUM_EXPERTS,
         experts_per_token=TOP_K,
         hidden_dim=HIDDEN_SIZE,
         intermediate_size=INTERMEDIATE_SIZE,
-        num_local_experts=end - first,
-        num_logical_experts=NUM_EXPERTS,
-        activation=MoEActivation.SILU,
-        device="cpu",
-        routing_method=moe_config.RoutingMethodType.Renormalize,
-        moe_parallel_config=parallel_of(EP_SIZE, rank),
         in_dtype=torch.bfloat16,
         max_num_tokens=CAPACITY,
     )
@@ -225,62 +207,43 @@ def _same(given: torch.Tensor, ours: torch.Tensor | None) -> bool:
     return ours is not None and given.data_ptr() == ours.data_ptr() and given.nbytes == ours.nbytes
 
 
-class Layer:
+class Layer(vllm_layer.Layer):
     """One rank's layer in vLLM's modular kernel, as `method.install` makes it on CUDA ranks."""
 
     def __init__(self, group: Any, case: Case) -> None:
-        experts = experts_of(case, group.rank)
-        geometry: dict[str, Any] = {
-            "num_experts": NUM_EXPERTS,
-            "top_k": TOP_K,
-            "hidden_size": HIDDEN_SIZE,
-            "max_tokens_per_rank": CAPACITY,
-            "dtype": torch.bfloat16,
-        }
-        chosen = choose(
-            VllmExpertsInput.of(experts),
-            HIDDEN_SIZE,
-            torch.bfloat16,
-            torch.device("cuda"),
-            Options(),
-            lambda name: MoeAllToAll.check(config_of(2, 0, **geometry, recipe=name)),
+        super().__init__(
+            group,
+            experts=experts_of(case, group.rank),
+            num_experts=NUM_EXPERTS,
+            top_k=TOP_K,
+            hidden_size=HIDDEN_SIZE,
+            max_tokens_per_rank=CAPACITY,
+            dtype=torch.bfloat16,
         )
-        assert (chosen.recipe.name if chosen.recipe else "unquantised") == case.recipe
-        if chosen.recipe is not None:
-            geometry |= {"recipe": case.recipe, "scales_layout": chosen.scales_layout}
-        config = config_of(group.size, group.rank, **geometry)
-        self.exchange = MoeAllToAll.create(config, group)
-        self.expert_map = expert_map_of(config)
-        self.subject = CudaPrepareAndFinalize(self.exchange, self.expert_map, chosen)
-        self.kernel = mk.FusedMoEKernel(self.subject, experts)
+        assert (self.exchange.config.recipe or "unquantised") == case.recipe
         self.seen: dict[str, Any] = {}
         self.arguments: dict[str, Any] = {}
 
-    def __call__(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         _OF_THREAD.layer = self
         local = NUM_EXPERTS // EP_SIZE
-        result: torch.Tensor = self.kernel.impl.apply(
-            hidden_states=hidden,
-            w1=torch.zeros(local, 2 * INTERMEDIATE_SIZE, HIDDEN_SIZE // 2, dtype=torch.uint8),
-            w2=torch.zeros(local, HIDDEN_SIZE, INTERMEDIATE_SIZE // 2, dtype=torch.uint8),
-            topk_ids=ids,
-            topk_weights=torch.ones(ids.shape),
-            activation=MoEActivation.SILU,
-            global_num_experts=NUM_EXPERTS,
-            expert_map=self.expert_map,
+        w1 = torch.zeros(local, 2 * INTERMEDIATE_SIZE, HIDDEN_SIZE // 2, dtype=torch.uint8)
+        w2 = torch.zeros(local, HIDDEN_SIZE, INTERMEDIATE_SIZE // 2, dtype=torch.uint8)
+        work = hidden, ids, weights
+        return vllm_layer.computed(
+            self.kernel, w1, w2, work, self.expert_map, num_experts=NUM_EXPERTS
         )
-        return result
 
 
 def _run(group: Any, case: Case) -> tuple[Layer, torch.Tensor, torch.Tensor]:
-    layer = Layer(group, case)
     random = torch.Generator().manual_seed(group.rank)
     count = 2 + 3 * group.rank
     ids = torch.rand(count, NUM_EXPERTS, generator=random).topk(TOP_K).indices.to(torch.int32)
     hidden = torch.randn(count, HIDDEN_SIZE, generator=random).bfloat16()
-    result = layer(hidden, ids)
-    layer.exchange.close()
-    return layer, ids, result
+    with Layer(group, case) as layer:
+        return layer, ids, layer(hidden, ids, torch.ones(ids.shape))
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])

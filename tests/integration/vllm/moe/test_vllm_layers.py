@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 _SCRIPT = """
 import json
+import pytest
 import torch
 import vllm.config
 from types import SimpleNamespace
@@ -39,7 +40,8 @@ results = {}
 def scenario(function):
     op_registry_oot.clear()
     features._features.clear()
-    results[function.__name__] = function()
+    with pytest.MonkeyPatch.context() as patch:
+        results[function.__name__] = function(patch)
 
 
 def refusal(call):
@@ -51,7 +53,7 @@ def refusal(call):
 
 
 @scenario
-def not_asked():
+def not_asked(patch):
     given = SimpleNamespace(use_all2all=True, all2all_manager="theirs")
     communicator.attach(given, torch.device("cpu"))
     with set_current_vllm_config(VllmConfig()):
@@ -60,7 +62,7 @@ def not_asked():
 
 
 @scenario
-def communicators():
+def communicators(patch):
     from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from moe_nvlink_plugin.integration.vllm.plugin import cuda_communicator, platform
@@ -68,9 +70,10 @@ def communicators():
     def init(self, *args, **kwargs):
         self.given = [*args, *kwargs]
 
-    CudaCommunicator.__init__ = init
-    torch.cuda.current_device = lambda: 3
-    cuda_communicator.attach = lambda self, device, store: self.given.append(str(device))
+    attach = lambda self, device, store: self.given.append(str(device))
+    patch.setattr(CudaCommunicator, "__init__", init)
+    patch.setattr(torch.cuda, "current_device", lambda: 3)
+    patch.setattr(cuda_communicator, "attach", attach)
     ours = [
         resolve_obj_by_qualname(f"{platform.__package__}.{name}")
         for name in platform._COMMUNICATORS.values()
@@ -80,7 +83,7 @@ def communicators():
 
 
 @scenario
-def replaced():
+def replaced(patch):
     layers.put_in_place()
     layers.put_in_place()
     made = RoutedExperts.__new__(RoutedExperts), MoERunner.__new__(MoERunner)
@@ -88,7 +91,7 @@ def replaced():
 
 
 @scenario
-def models_own():
+def models_own(patch):
     # Classes that models bring, with loaders of their own; another plugin's stays what it is.
     from vllm.model_executor.models.dbrx import DbrxExperts
     from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
@@ -112,7 +115,7 @@ def models_own():
 
 
 @scenario
-def reloaded():
+def reloaded(patch):
     # What a model's own loader sees of the quant method that ours has replaced.
     seen = []
 
@@ -136,7 +139,7 @@ def reloaded():
 
 
 @scenario
-def opaque():
+def opaque(patch):
     # What a layer calls; also on CPUs, where vLLM's own is traced into.
     runners = [
         SimpleNamespace(_shared_experts=shared, _ends_in_combine=ends)
@@ -146,7 +149,7 @@ def opaque():
 
 
 @scenario
-def taken():
+def taken(patch):
     class Theirs(RoutedExperts):
         pass
 
@@ -155,7 +158,7 @@ def taken():
 
 
 @scenario
-def logits_processor():
+def logits_processor(patch):
     draft_logits.put_in_place()
     draft_logits.put_in_place()
     made = LogitsProcessor.__new__(LogitsProcessor)
@@ -163,7 +166,7 @@ def logits_processor():
 
 
 @scenario
-def logits_processor_taken():
+def logits_processor_taken(patch):
     class Theirs(LogitsProcessor):
         pass
 
@@ -172,22 +175,19 @@ def logits_processor_taken():
 
 
 @scenario
-def attached():
+def attached(patch):
     # What a worker puts in place, by what its configuration asks for.
-    placed, kept = [], (
-        vllm.config.get_current_vllm_config_or_none,
-        mtp.put_in_place,
-        all2all_manager.MoeNvlinkAll2AllManager,
-        communicator._can_exchange,
-        graphs.agree,
-    )
-    communicator._can_exchange = lambda *_: True
-    mtp.put_in_place = lambda config, device: placed.append([config.name, device])
-    all2all_manager.MoeNvlinkAll2AllManager = lambda group, device, options, **more: (
-        SimpleNamespace(ranks="the ranks", options=options, given=more)
-    )
-    vllm.distributed.get_pp_group = lambda: SimpleNamespace(rank_in_group=stage)
-    graphs.agree = lambda config, ranks: placed.append([config.name, ranks])
+    def manager(group, device, options, **more):
+        return SimpleNamespace(ranks="the ranks", options=options, given=more)
+
+    placed, stage_group = [], lambda: SimpleNamespace(rank_in_group=stage)
+    place = lambda config, device_or_ranks: placed.append([config.name, device_or_ranks])
+    patch.setattr(communicator, "_can_exchange", lambda *_: True)
+    patch.setattr(mtp, "put_in_place", place)
+    patch.setattr(all2all_manager, "MoeNvlinkAll2AllManager", manager)
+    patch.setattr(vllm.distributed, "get_pp_group", stage_group)
+    patch.setattr(graphs, "agree", place)
+    patch.setattr(vllm.config, "get_current_vllm_config_or_none", lambda: config)
     for name, size, method, stage, balances, lora in [
         ("whole", 1, "mtp", 0, False, None),
         ("shared", 2, "mtp", 0, False, None),
@@ -207,7 +207,6 @@ def attached():
             instance_id=name,
             speculative_config=SimpleNamespace(method=method) if method else None,
         )
-        vllm.config.get_current_vllm_config_or_none = lambda: config
         given = SimpleNamespace(use_all2all=True, all2all_manager=None, cpu_group=None)
         communicator.attach(given, torch.device("cpu"))
         size = given.all2all_manager.options.mtp_lm_head_tp_size
@@ -215,20 +214,14 @@ def attached():
         shown = [more["name"], more["publication"] is not None]
         shown += [type(one).__name__ for one in features._features.values()]
         placed.append([name, size, sorted(op_registry_oot), *shown])
-    (
-        vllm.config.get_current_vllm_config_or_none,
-        mtp.put_in_place,
-        all2all_manager.MoeNvlinkAll2AllManager,
-        communicator._can_exchange,
-        graphs.agree,
-    ) = kept
     return placed
 
 
 @scenario
-def not_modular():
+def not_modular(patch):
     told, (group,) = [], ThreadGroup.ranks(1)
-    method._pool = lambda: SimpleNamespace(ranks=Ranks(group, 0, 1, WORDING))
+    pool = SimpleNamespace(ranks=Ranks(group, 0, 1, WORDING))
+    patch.setattr(method, "_pool", lambda: pool)
     for kernel in (None, SimpleNamespace(is_monolithic=True, fused_experts=None)):
         theirs = SimpleNamespace(moe_kernel=None)
         theirs.process_weights_after_loading = lambda layer: setattr(theirs, "moe_kernel", kernel)
@@ -238,48 +231,47 @@ def not_modular():
 
 
 @scenario
-def naive_path():
+def naive_path(patch):
     def init(self, cpu_group, tcp_store_group=None):
         self.world_size, self.rank = 1, 0
 
-    All2AllManagerBase.__init__ = init
+    patch.setattr(All2AllManagerBase, "__init__", init)
     manager = MoeNvlinkAll2AllManager(None, device=torch.device("cpu"))
     verbs = "dispatch", "dispatch_router_logits", "combine"
     return [refusal(lambda: getattr(manager, verb)(None)) for verb in verbs]
 
 
 @scenario
-def apart():
+def apart(patch):
     # What becomes of ranks that no transport connects; rank 0 speaks for all of them.
-    kept = vllm.config.get_current_vllm_config_or_none, communicator.why_apart
-    communicator.why_apart = lambda ranks, device: f"{ranks.size} ranks on {device}"
     warned, told = [], []
-    start.logger.warning = lambda text, *values: warned.append(text % values)
+    apart = lambda ranks, device: f"{ranks.size} ranks on {device}"
+    patch.setattr(communicator, "why_apart", apart)
+    patch.setattr(start.logger, "warning", lambda text, *values: warned.append(text % values))
+    patch.setattr(vllm.config, "get_current_vllm_config_or_none", lambda: config)
     given = SimpleNamespace(use_all2all=True, all2all_manager="theirs")
     for options in ({}, {"fallback": "allgather_reducescatter"}):
         asked = {"all2all_backend": "moe_nvlink", "moe_nvlink": options}
         config = SimpleNamespace(additional_config=asked)
-        vllm.config.get_current_vllm_config_or_none = lambda: config
         for rank, device in enumerate((torch.device("cpu"), torch.device("cuda", 3))):
             given.cpu_group = SimpleNamespace(
                 rank=lambda: rank, size=lambda: 2, all_gather_object=lambda mine: [mine] * 2
             )
             told.append(refusal(lambda: communicator.attach(given, device)))
-    vllm.config.get_current_vllm_config_or_none, communicator.why_apart = kept
     return [told, warned, given.all2all_manager, sorted(op_registry_oot)]
 
 
 @scenario
-def decomposed():
+def decomposed(patch):
     # What our class does to the layer's configuration before vLLM chooses experts by it.
     seen = []
-    RoutedExperts._get_quant_method = lambda self, prefix, quant, moe: seen.append(vars(moe)) or (
-        SimpleNamespace(process_weights_after_loading=None)
-    )
+    theirs = SimpleNamespace(process_weights_after_loading=None)
+    get = lambda self, prefix, quant, moe: seen.append(vars(moe)) or theirs
+    patch.setattr(RoutedExperts, "_get_quant_method", get)
     ep = SimpleNamespace(use_all2all_kernels=True, all2all_backend="allgather_reducescatter")
     layer = object.__new__(layers.MoeNvlinkRoutedExperts)
     for asked in (True, False):
-        layers.selected_here = lambda: asked
+        patch.setattr(layers, "selected_here", lambda: asked)
         for known in ({}, {"require_decomposed_backend": False}):
             moe = SimpleNamespace(moe_parallel_config=ep, **known)
             layer._get_quant_method("prefix", None, moe)
@@ -287,12 +279,13 @@ def decomposed():
 
 
 @scenario
-def classes_by_device():
+def classes_by_device(patch):
     made = []
     def of(kind):
         return lambda exchange, *more: made.append([kind, exchange]) or SimpleNamespace()
 
-    method.CudaPrepareAndFinalize, method.CpuPrepareAndFinalize = of("cuda"), of("cpu")
+    patch.setattr(method, "CudaPrepareAndFinalize", of("cuda"))
+    patch.setattr(method, "CpuPrepareAndFinalize", of("cpu"))
     options = SimpleNamespace(overlap_shared_experts=False)
     for device in ("cpu", "cuda"):
         pool = SimpleNamespace(device=torch.device(device), options=options, audit_of=str)
@@ -315,87 +308,77 @@ def results() -> dict[str, list[Any]]:
     return found
 
 
-def test_a_communicator_that_was_not_asked_keeps_its_manager(results: dict[str, list[str]]) -> None:
-    assert results["not_asked"] == ["theirs", []]
-
-
-def test_each_platform_has_its_communicator(results: dict[str, list[Any]]) -> None:
-    bases, given = results["communicators"]
-    assert bases == ["CpuCommunicator", "CpuCommunicator", "CudaCommunicator"]
-    assert given == ["group", "unique_name", "cuda:3"]
-
-
-def test_both_classes_are_replaced_once(results: dict[str, list[str]]) -> None:
-    assert results["replaced"] == [
-        ["MoERunner", "RoutedExperts"],
-        "MoeNvlinkRoutedExperts",
-        "MoeNvlinkMoERunner",
-    ]
-
-
-def test_a_models_own_experts_class_is_extended(results: dict[str, list[Any]]) -> None:
-    """Whatever its name is: GPT-OSS, DBRX, the Transformers backend."""
-    told, one_class = results["models_own"]
-    ours = "MoeNvlinkRoutedExperts"
-    assert told == [
-        ["MoeNvlinkGptOssRoutedExperts", True, True, ours],
-        ["MoeNvlinkDbrxExperts", True, True, ours],
-        ["MoeNvlinkTransformersRoutedExperts", True, True, ours],
-        [ours, True, True, ours],
-        ["Theirs", True, False, "GptOssRoutedExperts"],
-    ]
-    assert one_class
-
-
-def test_a_models_own_loader_sees_the_method_that_ours_replaced(
-    results: dict[str, list[Any]],
-) -> None:
-    assert results["reloaded"] == [[["Method", "w13", None]], "MoeNvlinkFusedMoEMethod"]
-
-
-def test_a_layer_is_one_op_with_shared_experts_and_without(results: dict[str, list[str]]) -> None:
-    ops = ["vllm.moe_forward", "vllm.moe_forward_shared", "vllm.moe_nvlink_forward"]
-    assert results["opaque"] == ops
-
-
-def test_another_plugins_class_is_not_overwritten(results: dict[str, list[str]]) -> None:
-    message, still_theirs = results["taken"]
-    assert "Theirs" in message
-    assert "VLLM_PLUGINS" in message
-    assert still_theirs
-
-
-def test_the_logits_processor_is_replaced_once_and_not_another_plugins(
-    results: dict[str, list[Any]],
-) -> None:
-    assert results["logits_processor"] == [["LogitsProcessor"], "MoeNvlinkLogitsProcessor"]
-    message, still_theirs = results["logits_processor_taken"]
-    assert "LogitsProcessor" in message
-    assert "Theirs" in message
-    assert still_theirs
-
-
-def test_only_a_shared_lm_head_replaces_more_than_moe_layers(
-    results: dict[str, list[Any]],
-) -> None:
-    layers = ["MoERunner", "RoutedExperts"]
-    assert results["attached"] == [
+LAYERS = ["MoERunner", "RoutedExperts"]
+OURS = "MoeNvlinkRoutedExperts"
+#: Scenario -> what is left; each shows that
+EXPECTED = {
+    # a communicator that was not asked keeps its manager,
+    "not_asked": ["theirs", []],
+    # each platform has its communicator,
+    "communicators": [
+        ["CpuCommunicator", "CpuCommunicator", "CudaCommunicator"],
+        ["group", "unique_name", "cuda:3"],
+    ],
+    # both classes are replaced once,
+    "replaced": [LAYERS, OURS, "MoeNvlinkMoERunner"],
+    # a model's own class of experts is extended, once, whatever its name is: GPT-OSS, DBRX, the
+    # Transformers backend,
+    "models_own": [
+        [
+            ["MoeNvlinkGptOssRoutedExperts", True, True, OURS],
+            ["MoeNvlinkDbrxExperts", True, True, OURS],
+            ["MoeNvlinkTransformersRoutedExperts", True, True, OURS],
+            [OURS, True, True, OURS],
+            ["Theirs", True, False, "GptOssRoutedExperts"],
+        ],
+        True,
+    ],
+    # its loader sees the method that ours replaced,
+    "reloaded": [[["Method", "w13", None]], "MoeNvlinkFusedMoEMethod"],
+    # a layer is one op with shared experts and without,
+    "opaque": ["vllm.moe_forward", "vllm.moe_forward_shared", "vllm.moe_nvlink_forward"],
+    # the logits processor is replaced once,
+    "logits_processor": [["LogitsProcessor"], "MoeNvlinkLogitsProcessor"],
+    # only a shared LM head replaces more than MoE layers,
+    "attached": [
         ["whole", "the ranks"],
-        ["whole", 1, layers, "", True],
+        ["whole", 1, LAYERS, "", True],
         ["shared", "cpu"],
         ["shared", "the ranks"],
-        ["shared", 2, ["LogitsProcessor", *layers], "", True],
+        ["shared", 2, ["LogitsProcessor", *LAYERS], "", True],
         ["auto", "cpu"],
         ["auto", "the ranks"],
-        ["auto", "auto", ["LogitsProcessor", *layers], "", True],
+        ["auto", "auto", ["LogitsProcessor", *LAYERS], "", True],
         ["no draft", "the ranks"],
         # A later stage of a pipeline: its counters' files have other names, as its ranks have not.
-        ["no draft", 1, layers, "stage1", False],
+        ["no draft", 1, LAYERS, "stage1", False],
         ["adapts", "the ranks"],
-        ["adapts", 1, layers, "", True, "AdaptersOnExperts"],
+        ["adapts", 1, LAYERS, "", True, "AdaptersOnExperts"],
         ["balances", "the ranks"],
-        ["balances", 1, layers, "", True, "MovableExperts"],
-    ]
+        ["balances", 1, LAYERS, "", True, "MovableExperts"],
+    ],
+    # experts that route themselves are left out where vLLM can,
+    "decomposed": ["absent", True, "absent", False],
+    # the device chooses the class.
+    "classes_by_device": [["cpu", "one"], ["cuda", "one"]],
+}
+
+
+@pytest.mark.parametrize("scenario", EXPECTED)
+def test_what_is_in_place(scenario: str, results: dict[str, list[Any]]) -> None:
+    assert results[scenario] == EXPECTED[scenario]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "name"),
+    [("taken", "RoutedExperts"), ("logits_processor_taken", "LogitsProcessor")],
+)
+def test_another_plugins_class_is_not_overwritten(
+    scenario: str, name: str, results: dict[str, list[Any]]
+) -> None:
+    message, still_theirs = results[scenario]
+    assert [word for word in (name, "Theirs", "VLLM_PLUGINS") if word not in message] == []
+    assert still_theirs
 
 
 def test_experts_outside_the_modular_kernel_are_refused(results: dict[str, list[str]]) -> None:
@@ -422,13 +405,3 @@ def test_ranks_that_no_transport_connects_stop_or_fall_back(results: dict[str, l
     assert "vLLM's own exchange (allgather_reducescatter)" in warning
     assert "2 ranks on cpu" in warning
     assert (manager, replaced) == ("theirs", []), "vLLM is as without us"
-
-
-def test_experts_that_route_themselves_are_left_out_where_vllm_can(
-    results: dict[str, list[Any]],
-) -> None:
-    assert results["decomposed"] == ["absent", True, "absent", False]
-
-
-def test_the_device_chooses_the_class(results: dict[str, list[Any]]) -> None:
-    assert results["classes_by_device"] == [["cpu", "one"], ["cuda", "one"]]

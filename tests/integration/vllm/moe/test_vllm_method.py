@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
@@ -22,21 +20,15 @@ from tests.integration.vllm.moe import vllm_experts
 from tests.integration.vllm.moe.vllm_experts import Weights, tokens
 
 EP_SIZE = 2
+pytestmark = pytest.mark.usefixtures("cpu_ranks")
 
 
-@pytest.fixture(autouse=True)
-def ranks_of_vllm(environment: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with vllm_experts.ranks_of_vllm(monkeypatch):
-        yield
-
-
-def loaded(group: ThreadGroup, weights: Weights | None) -> Any:
+def loaded(group: ThreadGroup, weights: Weights) -> Any:
     """The rank's layer, once vLLM has loaded it."""
     vllm_experts.join(group)
     layer = vllm_experts.make_layer(group.rank, group.size)
     layerwise.record_metadata_for_reloading(layer)
-    if weights is not None:
-        weights.load(layer)
+    weights.load(layer)
     layer.quant_method.process_weights_after_loading(layer)
     return layer
 
@@ -97,21 +89,3 @@ def test_weights_that_were_processed_while_they_loaded_keep_their_kernel() -> No
         check_rows(layer, group.rank, weights)
 
     run_ranks(EP_SIZE, rank_main)
-
-
-def test_the_loader_sees_the_replaced_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's loader knows a quantisation's weights by the class name of the layer's method."""
-    seen = []
-    monkeypatch.setattr(
-        RoutedExperts,
-        "weight_loader",
-        lambda layer, *_given: seen.append(type(layer.quant_method).__name__),
-    )
-
-    def rank_main(group: ThreadGroup) -> None:
-        layer = loaded(group, None)
-        layer.weight_loader(*([None] * 4), 0)
-        assert type(layer.quant_method) is MoeNvlinkFusedMoEMethod
-
-    run_ranks(EP_SIZE, rank_main)
-    assert seen == ["UnquantizedFusedMoEMethod"] * EP_SIZE

@@ -34,7 +34,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.integration.vllm.moe import interpreted_kernels, vllm_triton
-from tests.integration.vllm.moe.vllm_layer import CAPACITY
+from tests.integration.vllm.moe.vllm_layer import ragged, way_of, worst_of
 from tests.integration.vllm.moe.vllm_mxfp4 import (
     HIDDEN,
     KINDS,
@@ -44,7 +44,7 @@ from tests.integration.vllm.moe.vllm_mxfp4 import (
     rows_and_choices,
 )
 
-pytestmark = [pytest.mark.usefixtures("environment"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 #: Of the largest number. Rounded to BF16, and not by `dense`: the output for each choice, a rank's
 #: sum and the sum of ranks, and before the gate the rows of the class that is not fused.
 MOST_ERROR = 2**-6
@@ -63,24 +63,18 @@ def test_the_layer_is_a_dense_product(kind: type[Any], ep_size: int) -> None:
     """Ragged rounds, of no token and of many."""
 
     def rank_main(group: ThreadGroup) -> tuple[list[float], str | None, bool]:
-        with set_current_vllm_config(VllmConfig()):
-            layer = Mxfp4Layer(group, kind)
+        with set_current_vllm_config(VllmConfig()), Mxfp4Layer(group, kind) as layer:
             errors = []
-            for number in range(4):
-                num_tokens = (number * (group.rank + 2) + 3 * group.rank) % (CAPACITY + 1)
-                work = rows_and_choices(num_tokens, 100 * number + group.rank)
+            for number, (narrow, _ids, _weights) in enumerate(ragged(group.rank, 4)):
+                work = rows_and_choices(len(narrow), 100 * number + group.rank)
                 got = layer(*work)
-                assert got.shape == (num_tokens, HIDDEN)
+                assert got.shape == (len(narrow), HIDDEN)
                 assert got.dtype == torch.bfloat16
-                if num_tokens:
+                if len(narrow):
                     expected = dense(kind, *work)
-                    error = (got.float() - expected).abs().nan_to_num(nan=float("inf")).max()
-                    errors.append(float(error / expected.abs().max()))
+                    errors.append(worst_of(got.float(), expected) / float(expected.abs().max()))
                 layer.poison()
-            is_in_place = layer.experts.calls[-1].output is layer.exchange.combine_input()
-            recipe = None if layer.format.recipe is None else layer.format.recipe.name
-            layer.close()
-            return errors, recipe, is_in_place
+            return errors, *way_of(layer)
 
     for errors, recipe, is_in_place in run_ranks(ep_size, rank_main):
         print("largest errors of the rounds", errors)

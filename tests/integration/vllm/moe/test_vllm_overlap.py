@@ -8,7 +8,8 @@ kernel takes its CUDA branch, on CPU tensors; what vLLM's threads ask of GPU str
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,10 +32,16 @@ from tests.integration.vllm import vllm_runner
 from tests.integration.vllm.moe import vllm_experts
 from tests.integration.vllm.moe.test_vllm_epilogue import SCALE, CpuLayer, of_one_rank
 from tests.integration.vllm.moe.test_vllm_quantised import experts_of
-from tests.integration.vllm.moe.vllm_layer import CAPACITY, Layer, take_cuda_branches, work_of
+from tests.integration.vllm.moe.vllm_layer import (
+    CAPACITY,
+    Layer,
+    alone,
+    take_cuda_branches,
+    work_of,
+)
 from tests.support.ranks import run_processes
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("environment")]
+pytestmark = pytest.mark.timeout(300)
 
 NUM_LAYERS = 3
 #: How rows travel there and back.
@@ -42,25 +49,6 @@ FORMATS = ((None, Options()), (FP8_BLOCK, Options()), (NVFP4, Options(combine="f
 
 
 # Two micro-batches.
-
-
-class MicroBatch:
-    """A thread of vLLM's for one micro-batch, which runs the same layer several times."""
-
-    def __init__(self, context: Any, layer: Layer, work: Any, log: list[str]) -> None:
-        self._context, self._layer, self._work, self._log = context, layer, work, log
-        self.thread = threading.Thread(target=self._main)
-        self.error: BaseException | None = None
-
-    def _main(self) -> None:
-        try:
-            with self._context:
-                self.output = forward(self._layer, self._work, self._compute)
-        except BaseException as error:
-            self.error = error
-
-    def _compute(self) -> None:
-        self._log.append(f"compute {self._context.id}")
 
 
 def forward(layer: Layer, work: Any, compute: Callable[[], None]) -> torch.Tensor:
@@ -118,22 +106,19 @@ def _contexts(sizes: list[list[int]]) -> tuple[list[Any], threading.Barrier]:
 
 
 def _run_both(layer: Layer, works: list[Any], sizes: list[list[int]], log: list[str]) -> list[Any]:
-    """As vLLM's UBatchWrapper does it."""
+    """As vLLM's UBatchWrapper does it: a thread for each micro-batch."""
     contexts, ready = _contexts(sizes)
-    batches = [
-        MicroBatch(context, layer, work, log) for context, work in zip(contexts, works, strict=True)
-    ]
-    for batch in batches:
-        batch.thread.start()
-    ready.wait(60)
-    contexts[0].cpu_wait_event.set()
-    for batch in batches:
-        batch.thread.join()
+
+    def main(context: Any, work: Any) -> torch.Tensor:
+        with context:
+            return forward(layer, work, lambda: log.append(f"compute {context.id}"))
+
+    with ThreadPoolExecutor(2) as pool:
+        outputs = pool.map(main, contexts, works)
+        ready.wait(60)
+        contexts[0].cpu_wait_event.set()
     forward_context._forward_context = None
-    for batch in batches:
-        if batch.error is not None:
-            raise batch.error
-    return [batch.output for batch in batches]
+    return list(outputs)
 
 
 def _format_body(group: Any, recipe: Any, options: Options) -> tuple[list[bool], list[str]]:
@@ -186,26 +171,17 @@ def test_a_micro_batch_needs_its_channel(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(ubatching, "_THREAD_ID_TO_CONTEXT", {threading.get_ident(): 1})
     contexts = [None, SimpleNamespace(recv_hook=None)]
     monkeypatch.setattr(ubatching, "_CURRENT_CONTEXTS", contexts)
-    (group,) = ThreadGroup.ranks(1)
-    layer = Layer(group)
-    with pytest.raises(InputError, match="channel"):
+    with alone() as layer, pytest.raises(InputError, match="channel"):
         layer(*work_of(3, 0))
-    layer.close()
 
 
 # Shared experts, on CPU ranks, whose layer is vLLM's from its runner to its experts.
 
 
-@pytest.fixture
-def cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with vllm_experts.ranks_of_vllm(monkeypatch), vllm_runner.forwards_of_vllm(monkeypatch):
-        yield
-
-
 @pytest.mark.parametrize("scale", [SCALE, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shared_experts_run_beside_combine(
-    dtype: torch.dtype, scale: float, cpu_ranks: None, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, scale: float, cpu_layers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Combine rounds the scaled sum, and the receiver rounds again when it adds their output."""
     logs: dict[int, list[str]] = {0: [], 1: []}
@@ -244,7 +220,7 @@ def test_shared_experts_run_beside_combine(
 
 
 def test_the_option_reaches_the_layers(
-    cpu_ranks: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cpu_layers: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(vllm_experts, "Options", lambda: Options(overlap_shared_experts=True))
     caplog.set_level("DEBUG", "moe_nvlink_plugin")

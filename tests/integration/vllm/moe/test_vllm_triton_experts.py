@@ -25,10 +25,11 @@ from vllm.config import VllmConfig, set_current_vllm_config
 
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.integration.vllm.moe import vllm_triton
-from tests.integration.vllm.moe.vllm_layer import CAPACITY, work_of
-from tests.integration.vllm.moe.vllm_triton import SCHEMES, TritonLayer, on_one_rank
+from tests.integration.vllm.moe.vllm_layer import ragged, way_of
+from tests.integration.vllm.moe.vllm_triton import SCHEMES, TritonLayer
+from tests.support.vllm_experts_ranks import error_of
 
-pytestmark = [pytest.mark.usefixtures("environment"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(autouse=True)
@@ -42,25 +43,12 @@ def test_the_layer_is_that_of_one_rank(scheme: str, ep_size: int) -> None:
     """Ragged rounds, of no token and of many."""
 
     def rank_main(group: ThreadGroup) -> tuple[list[float], str | None, bool]:
-        with set_current_vllm_config(VllmConfig()):
-            layer = TritonLayer(group, scheme)
+        with set_current_vllm_config(VllmConfig()), TritonLayer(group, scheme) as layer:
             errors = []
-            for number in range(4):
-                num_tokens = (number * (group.rank + 2) + 3 * group.rank) % (CAPACITY + 1)
-                work = work_of(num_tokens, 100 * number + group.rank)
-                got, expected = layer(*work), work[0]
-                if num_tokens:
-                    expected = on_one_rank(scheme, *work)
-                    error = (got - expected).abs().nan_to_num(nan=float("inf")).max()
-                    # A reference that is nothing or NaN gives NaN, which is not small.
-                    errors.append(float(error / expected.abs().max()))
-                if got.shape != expected.shape:
-                    errors.append(float("inf"))
+            for work in ragged(group.rank, 4):
+                errors += error_of(scheme, layer(*work), work)
                 layer.poison()
-            is_in_place = layer.experts.calls[-1].output is layer.exchange.combine_input()
-            recipe = None if layer.format.recipe is None else layer.format.recipe.name
-            layer.close()
-            return errors, recipe, is_in_place
+            return errors, *way_of(layer)
 
     for errors, recipe, is_in_place in run_ranks(ep_size, rank_main):
         assert errors

@@ -15,8 +15,6 @@ import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import all2all_utils
-from vllm.model_executor.layers.fused_moe import config as moe_config
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
@@ -24,10 +22,9 @@ from moe_nvlink_plugin.integration.common.agreement import Ranks
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.vllm.backend import BACKEND, CARRIER, KEY
-from moe_nvlink_plugin.integration.vllm.choices import WORDING
 from moe_nvlink_plugin.integration.vllm.moe import layers, method
 from moe_nvlink_plugin.testing import ThreadGroup
-from tests.integration.vllm.moe.vllm_layer import parallel_of
+from tests.integration.vllm.moe.vllm_layer import moe_config_of, parallel_of, ranks_of
 
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, INTERMEDIATE_SIZE, CAPACITY = 6, 3, 64, 32, 16
 
@@ -65,7 +62,7 @@ _OF_THREAD = threading.local()
 
 def join(group: ThreadGroup) -> ExchangePool:
     """Gives this thread's layers a pool of exchanges with the group's other ranks."""
-    return join_as(Ranks(group, group.rank, group.size, WORDING))
+    return join_as(ranks_of(group))
 
 
 def join_as(ranks: Ranks) -> ExchangePool:
@@ -148,16 +145,15 @@ def make_layer(
         placement_strategy="linear",
         enable_eplb=balances,
     )
-    config = moe_config.FusedMoEConfig(
+    config = moe_config_of(
+        ep_size,
+        rank,
+        placed.local_num_experts,
         num_experts=physical,
+        num_logical_experts=NUM_EXPERTS,
         experts_per_token=TOP_K,
         hidden_dim=HIDDEN_SIZE,
         intermediate_size=INTERMEDIATE_SIZE,
-        num_local_experts=placed.local_num_experts,
-        num_logical_experts=NUM_EXPERTS,
-        activation=MoEActivation.SILU,
-        device="cpu",
-        routing_method=moe_config.RoutingMethodType.Renormalize,
         moe_parallel_config=parallel,
         in_dtype=dtype,
         max_num_tokens=CAPACITY,
@@ -169,6 +165,16 @@ def make_layer(
         quant_config=None,
         expert_map_manager=placed,
     )
+
+
+def loaded(
+    rank: int, ep_size: int, weights: Weights, dtype: torch.dtype = torch.float32, **values: Any
+) -> Any:
+    """The rank's layer, once vLLM has loaded it. values: of `make_layer`."""
+    layer = make_layer(rank, ep_size, dtype, **values)
+    weights.load(layer)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
 
 
 def run(layer: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -7,35 +7,47 @@ where their FusedMoEQuantConfig says so, and check what they are handed. Needs v
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from typing_extensions import Self
 from vllm.model_executor.layers.fused_moe import config as moe_config
 from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin import AllToAllConfig, Dispatched, DispatchMetadata, MoeAllToAll
 from moe_nvlink_plugin.integration.common import formats
+from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat, choose
 from moe_nvlink_plugin.integration.common.options import Options
+from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.vllm.backend import CARRIER
+from moe_nvlink_plugin.integration.vllm.choices import WORDING
 from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
+from moe_nvlink_plugin.integration.vllm.moe.prepare_finalize import UNQUANTISED
+from moe_nvlink_plugin.testing import ThreadGroup
+from tests.support.dense_layer import dense_of, experts_of
+from tests.support.dense_layer import worst_of as worst_of
 from tests.support.vllm_sizes import CAPACITY as CAPACITY
 from tests.support.vllm_sizes import HIDDEN_SIZE as HIDDEN_SIZE
 from tests.support.vllm_sizes import NUM_EXPERTS as NUM_EXPERTS
 from tests.support.vllm_sizes import TOP_K as TOP_K
 from tests.support.vllm_sizes import config_of as config_of
 
-#: One weight matrix per expert; any function that tells experts apart.
-EXPERTS = HIDDEN_SIZE**-0.5 * torch.randn(
-    NUM_EXPERTS, HIDDEN_SIZE, HIDDEN_SIZE, generator=torch.Generator().manual_seed(11)
-)
+EXPERTS = experts_of(NUM_EXPERTS, HIDDEN_SIZE)
+#: Of hidden states, ids and weights.
+dense = functools.partial(dense_of, EXPERTS)
+NO_OP = topk_weight_and_reduce.TopKWeightAndReduceNoOP()
 #: Of experts that take floats; as much of FusedMoEQuantConfig as vLLM's kernel and ours look at.
 NO_QUANT: Any = SimpleNamespace(quant_dtype=None, a2_scale=None)
+DEFAULT_OPTIONS = Options()
+GEOMETRY = Geometry(NUM_EXPERTS, TOP_K, HIDDEN_SIZE, CAPACITY, torch.float32)
 
 
 def parallel_of(ep_size: int, rank: int, *, balances: bool = False) -> Any:
@@ -49,6 +61,31 @@ def parallel_of(ep_size: int, rank: int, *, balances: bool = False) -> Any:
         all2all_backend=CARRIER,
         enable_eplb=balances,
     )
+
+
+def moe_config_of(ep_size: int, rank: int, local_experts: int, **values: Any) -> Any:
+    """vLLM's description of such a layer. values: its sizes and type, and what replaces the usual.
+
+    Experts are as many as `num_experts` says, and none of them is redundant.
+    """
+    usual = {
+        "num_local_experts": local_experts,
+        "num_logical_experts": values["num_experts"],
+        "activation": MoEActivation.SILU,
+        "device": "cpu",
+        "routing_method": moe_config.RoutingMethodType.Renormalize,
+        "moe_parallel_config": parallel_of(ep_size, rank),
+    }
+    return moe_config.FusedMoEConfig(**{**usual, **values})
+
+
+def ranks_of(group: Any) -> Ranks:
+    return Ranks(group, group.rank, group.size, WORDING)
+
+
+def pool_of(group: Any, options: Options = DEFAULT_OPTIONS) -> ExchangePool:
+    """A worker's, for a rank that is a thread."""
+    return ExchangePool(ranks_of(group), torch.device("cpu"), options)
 
 
 def expert_map_of(config: AllToAllConfig) -> torch.Tensor | None:
@@ -71,13 +108,11 @@ def work_of(num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, tor
     )
 
 
-def dense(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The layer on one process, without any exchange."""
-    every = torch.tanh(torch.einsum("nh,ehj->nej", hidden, EXPERTS))
-    chosen = torch.gather(
-        every, 1, ids.clamp(min=0).long().unsqueeze(-1).expand(-1, -1, HIDDEN_SIZE)
-    )
-    return (chosen * torch.where(ids < 0, 0.0, weights).unsqueeze(-1)).sum(1)
+def ragged(rank: int, rounds: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Work of a rank's rounds, empty and full ones among them; the ranks' sizes differ."""
+    for number in range(rounds):
+        num_tokens = (number * (rank + 2) + 3 * rank) % (CAPACITY + 1)
+        yield work_of(num_tokens, 100 * number + rank)
 
 
 class Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
@@ -90,10 +125,10 @@ class Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     def __init__(
         self,
-        left_open: mk.TopKWeightAndReduce,
         quant_config: Any = NO_QUANT,
         floats_of: Callable[[torch.Tensor, Any], torch.Tensor] = lambda rows, scales: rows,
         *,
+        left_open: mk.TopKWeightAndReduce = NO_OP,
         defers: bool = False,
     ) -> None:
         self.moe_config = SimpleNamespace(moe_parallel_config=None)
@@ -185,9 +220,6 @@ LEFT_OPEN = {
 }
 
 
-DEFAULT_OPTIONS = Options()
-
-
 class _Scratch:
     def get_simultaneous(self, *asked: Any) -> list[torch.Tensor]:
         return [torch.full(shape, float("nan"), dtype=dtype) for shape, dtype in asked]
@@ -206,17 +238,99 @@ def take_cuda_branches(replace: Callable[[Any, str, Any], None]) -> None:
 
 
 def format_of(
-    experts: Any, options: Options, device: str = "cpu", dtype: torch.dtype = torch.float32
+    experts: Any,
+    options: Options,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    hidden_size: int = HIDDEN_SIZE,
 ) -> DispatchFormat:
     """How rows of a layer of ours travel to such experts, with vLLM's quantiser as on GPUs."""
 
     def find_recipe(name: str) -> Any:
-        return MoeAllToAll.check(config_of(2, 0, recipe=name, dtype=dtype))
+        row = {"dtype": dtype, "hidden_size": hidden_size}
+        return MoeAllToAll.check(config_of(2, 0, recipe=name, **row))
 
     taken = VllmExpertsInput.of(experts)
-    chosen = choose(taken, HIDDEN_SIZE, dtype, torch.device(device), options, find_recipe)
-    chosen = formats.laid_out_by_dispatch(chosen, taken, HIDDEN_SIZE)
+    chosen = choose(taken, hidden_size, dtype, torch.device(device), options, find_recipe)
+    chosen = formats.laid_out_by_dispatch(chosen, taken, hidden_size)
     return dataclasses.replace(chosen, stand_in=None)
+
+
+def computed(
+    kernel: Any,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    work: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    expert_map: torch.Tensor | None,
+    activation: MoEActivation = MoEActivation.SILU,
+    num_experts: int = NUM_EXPERTS,
+) -> torch.Tensor:
+    """What vLLM's kernel makes of a rank's tokens."""
+    hidden, ids, weights = work
+    result: torch.Tensor = kernel.impl.apply(
+        hidden_states=hidden,
+        w1=w1,
+        w2=w2,
+        topk_ids=ids,
+        topk_weights=weights,
+        activation=activation,
+        global_num_experts=num_experts,
+        expert_map=expert_map,
+    )
+    return result
+
+
+def alone(**values: Any) -> Layer:
+    """A layer of one rank."""
+    (group,) = ThreadGroup.ranks(1)
+    return Layer(group, **values)
+
+
+class WithoutData:
+    """An exchange whose tensors have shapes and no data: whoever reads a value is an error.
+
+    Attributes:
+        region: where the experts' rows belong.
+        combined: what combine was given.
+    """
+
+    def __init__(self, chosen: DispatchFormat = UNQUANTISED, **values: Any) -> None:
+        self.config = config_of(2, 1, **values)
+        self.chosen = chosen
+        self.slots = 2 * CAPACITY
+        self.region = self._empty(HIDDEN_SIZE, torch.float32)
+        self.combined: list[torch.Tensor] = []
+
+    def _empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty((self.slots, elements), dtype=dtype, device="meta")
+
+    def dispatch(self, rows: torch.Tensor, ids: torch.Tensor, *_: Any, **_more: Any) -> Dispatched:
+        recipe, scales = self.chosen.recipe, None
+        hidden = self._empty(HIDDEN_SIZE, rows.dtype)
+        if recipe is not None:
+            row, scales_row = recipe.hidden_row(HIDDEN_SIZE), recipe.scales_row(HIDDEN_SIZE)
+            hidden = self._empty(row.elements, row.dtype)
+            if scales_row is not None:
+                scales = self._empty(scales_row.elements, scales_row.dtype)
+        return Dispatched(
+            hidden_states=hidden,
+            scales=scales,
+            topk_ids=self._empty(TOP_K, torch.int32),
+            topk_weights=self._empty(TOP_K, torch.float32),
+            extra_payloads=(),
+            recv_counts=torch.empty(2, dtype=torch.int32, device="meta"),
+            metadata=DispatchMetadata(ids, 0, 0, -1, CAPACITY),
+        )
+
+    def combine_input(
+        self, dtype: torch.dtype | None = None, *, hidden_size: int | None, metadata: Any
+    ) -> torch.Tensor:
+        assert hidden_size is None
+        return self.region
+
+    def combine(self, rows: torch.Tensor, metadata: Any, **given: Any) -> None:
+        assert given.keys() == {"output", "hidden_size", "add", "scale"}
+        self.combined.append(rows)
 
 
 class Layer:
@@ -233,8 +347,9 @@ class Layer:
         **values: Any,
     ) -> None:
         self.group, self.device = group, device
-        self.experts = experts or Experts(LEFT_OPEN[left_open]())
-        self.format = format_of(self.experts, options, device, values.get("dtype", torch.float32))
+        self.experts = experts or Experts(left_open=LEFT_OPEN[left_open]())
+        row = {name: values[name] for name in ("dtype", "hidden_size") if name in values}
+        self.format = format_of(self.experts, options, device, **row)
         if self.format.recipe is not None:
             values["recipe"] = self.format.recipe.name
             values["scales_layout"] = self.format.scales_layout
@@ -251,16 +366,13 @@ class Layer:
     ) -> torch.Tensor:
         local = NUM_EXPERTS if self.expert_map is None else int((self.expert_map >= 0).sum())
         shaped = torch.empty(local, HIDDEN_SIZE, HIDDEN_SIZE)  # vLLM reads its shape only
-        result: torch.Tensor = self.kernel.impl.apply(
-            hidden_states=hidden,
-            w1=shaped,
-            w2=shaped,
-            topk_ids=ids,
-            topk_weights=weights,
-            global_num_experts=NUM_EXPERTS,
-            expert_map=self.expert_map,
-        )
-        return result
+        return computed(self.kernel, shaped, shaped, (hidden, ids, weights), self.expert_map)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def poison(self) -> None:
         """Fills what peers and experts will write with NaN, while no rank is in a round."""
@@ -284,3 +396,9 @@ class Layer:
 
     def close(self) -> None:
         self.exchange.close()
+
+
+def way_of(layer: Layer) -> tuple[str | None, bool]:
+    """The recipe by which rows travelled, and whether the last ones were left where they belong."""
+    recipe = None if layer.format.recipe is None else layer.format.recipe.name
+    return recipe, layer.experts.calls[-1].output is layer.exchange.combine_input()

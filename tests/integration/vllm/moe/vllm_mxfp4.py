@@ -20,7 +20,7 @@ from vllm.model_executor.layers.quantization.utils import mxfp4_utils
 
 from moe_nvlink_plugin.config import local_expert_range
 from tests.integration.vllm.moe import vllm_triton
-from tests.integration.vllm.moe.vllm_layer import NUM_EXPERTS, Layer, work_of
+from tests.integration.vllm.moe.vllm_layer import NUM_EXPERTS, Layer, computed, work_of
 from tests.integration.vllm.moe.vllm_triton import INTERMEDIATE, from_mxfp4, moe_config_of, mxfp4
 
 #: The fewest for which vLLM's kernel for Hopper has scales: a block of 256 columns.
@@ -127,14 +127,5 @@ class Mxfp4Layer(Layer):
     def __call__(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        result: torch.Tensor = self.kernel.impl.apply(
-            hidden_states=hidden,
-            w1=self.w1,
-            w2=self.w2,
-            topk_ids=ids,
-            topk_weights=weights,
-            activation=self.activation,
-            global_num_experts=NUM_EXPERTS,
-            expert_map=self.expert_map,
-        )
-        return result
+        work = hidden, ids, weights
+        return computed(self.kernel, self.w1, self.w2, work, self.expert_map, self.activation)

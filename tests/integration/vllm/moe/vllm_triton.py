@@ -19,7 +19,6 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.fused_moe import config as vllm_config
 from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce, utils
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts import ocp_mx_emulation_moe
 from vllm.model_executor.layers.fused_moe.experts.ocp_mx_emulation_moe import (
     OCP_MXQuantizationEmulationTritonExperts,
@@ -32,13 +31,14 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize import MoEPrepareAndF
 from vllm.v1.worker.workspace import current_workspace_manager, init_workspace_manager
 
 from moe_nvlink_plugin.config import local_expert_range
+from tests.integration.vllm.moe import vllm_layer
 from tests.integration.vllm.moe.vllm_layer import (
     CAPACITY,
     HIDDEN_SIZE,
     NUM_EXPERTS,
     TOP_K,
     Layer,
-    parallel_of,
+    computed,
     take_cuda_branches,
 )
 from tests.support.vllm_sizes import GPU_WAIT_S
@@ -300,22 +300,15 @@ def moe_config_of(ep_size: int, ep_rank: int, device: str, **other: Any) -> Any:
     """vLLM's description of such a layer on a rank. other: replaces values of it."""
     first, end = local_expert_range(NUM_EXPERTS, ep_size, ep_rank)
     usual = {
+        "num_experts": NUM_EXPERTS,
+        "experts_per_token": TOP_K,
         "hidden_dim": HIDDEN_SIZE,
-        "activation": MoEActivation.SILU,
+        "intermediate_size": INTERMEDIATE,
+        "device": device,
         "in_dtype": DTYPES[device],
+        "max_num_tokens": CAPACITY,
     }
-    return vllm_config.FusedMoEConfig(
-        num_experts=NUM_EXPERTS,
-        experts_per_token=TOP_K,
-        intermediate_size=INTERMEDIATE,
-        num_local_experts=end - first,
-        num_logical_experts=NUM_EXPERTS,
-        device=device,
-        routing_method=vllm_config.RoutingMethodType.Renormalize,
-        moe_parallel_config=parallel_of(ep_size, ep_rank),
-        max_num_tokens=CAPACITY,
-        **{**usual, **other},
-    )
+    return vllm_layer.moe_config_of(ep_size, ep_rank, end - first, **{**usual, **other})
 
 
 def _experts(
@@ -346,29 +339,7 @@ class TritonLayer(Layer):
     def __call__(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        return _computed(self.kernel, self.w1, self.w2, hidden, ids, weights, self.expert_map)
-
-
-def _computed(
-    kernel: Any,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    hidden: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    expert_map: torch.Tensor | None,
-) -> torch.Tensor:
-    result: torch.Tensor = kernel.impl.apply(
-        hidden_states=hidden,
-        w1=w1,
-        w2=w2,
-        topk_ids=ids,
-        topk_weights=weights,
-        activation=MoEActivation.SILU,
-        global_num_experts=NUM_EXPERTS,
-        expert_map=expert_map,
-    )
-    return result
+        return computed(self.kernel, self.w1, self.w2, (hidden, ids, weights), self.expert_map)
 
 
 def on_one_rank(
@@ -384,8 +355,7 @@ def on_one_rank(
     hidden_rows, id_rows, weight_rows = (
         torch.nn.functional.pad(each, (0, 0, 0, missing)) for each in (hidden, ids, weights)
     )
-    computed = _computed(kernel, w1, w2, hidden_rows, id_rows, weight_rows, None)
-    return computed[: len(hidden)]
+    return computed(kernel, w1, w2, (hidden_rows, id_rows, weight_rows), None)[: len(hidden)]
 
 
 def _silu_and_mul(output: torch.Tensor, rows: torch.Tensor) -> None:
