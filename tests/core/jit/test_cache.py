@@ -25,7 +25,7 @@ from moe_nvlink_plugin.jit import cache, header, host
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -33,11 +33,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write(content: str, target: Path) -> None:
     target.write_text(content)
-
-
-def built(content: str, key: str = "key") -> Path:
-    """The file of a key; with this content, if it had to be built."""
-    return cache.get_or_build(key, ".txt", lambda target: write(content, target))
 
 
 def text(entry: cache.Entry) -> str:
@@ -50,12 +45,12 @@ def said(path: Path) -> str:
 
 
 def test_built_once_then_found(folder: Path) -> None:
-    path = built("one")
+    path = cache.get_or_build("key", ".txt", lambda target: write("one", target))
     assert path.parent == folder
     assert folder.stat().st_mode & 0o777 == 0o700
     again = cache.get_or_build("key", ".txt", lambda target: pytest.fail("built twice"))
     assert (again, said(again)) == (path, "one")
-    other = built("two", "another key")
+    other = cache.get_or_build("another key", ".txt", lambda target: write("two", target))
     assert other != path
 
 
@@ -98,7 +93,7 @@ def test_a_directory_below_one_for_everybody(folder: Path, monkeypatch: pytest.M
     folder.mkdir()
     folder.chmod(0o1777)
     monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(folder / "mine"))
-    path = built("one")
+    path = cache.get_or_build("key", ".txt", lambda target: write("one", target))
     assert cache.load("key", ".txt", text) == "one"
     assert path.parent == folder / "mine"
 
@@ -146,7 +141,7 @@ def test_no_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
         cache.directory()
 
 
-def test_a_full_disk() -> None:
+def test_a_full_disk(folder: Path) -> None:
     def build(target: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -155,8 +150,8 @@ def test_a_full_disk() -> None:
     assert cache.load("key", ".txt", text) is None
 
 
-def test_a_file_that_is_not_accepted_is_built_anew() -> None:
-    path = built("half")
+def test_a_file_that_is_not_accepted_is_built_anew(folder: Path) -> None:
+    path = cache.get_or_build("key", ".txt", lambda target: write("half", target))
 
     def read(entry: cache.Entry) -> str | None:
         return text(entry) if text(entry) == "whole" else None
@@ -171,22 +166,22 @@ def test_a_file_that_is_not_accepted_is_built_anew() -> None:
 
 @pytest.mark.parametrize("mode", [0o666, 0o664, 0o646])
 def test_a_file_others_may_write_to_is_built_anew(
-    mode: int, caplog: pytest.LogCaptureFixture
+    folder: Path, mode: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = built("one")
+    path = cache.get_or_build("key", ".txt", lambda target: write("one", target))
     path.chmod(mode)
-    again = built("two")
+    again = cache.get_or_build("key", ".txt", lambda target: write("two", target))
     assert (said(again), stat.S_IMODE(again.stat().st_mode)) == ("two", 0o644)
     assert f"mode {mode:o}" in caplog.text
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    path = built("one")
+def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    path = cache.get_or_build("key", ".txt", lambda target: write("one", target))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_text("not what was compiled")
     path.unlink()
     path.symlink_to(elsewhere)
-    again = built("two")
+    again = cache.get_or_build("key", ".txt", lambda target: write("two", target))
     assert (said(again), again.is_symlink()) == ("two", False)
     assert elsewhere.read_text() == "not what was compiled"
 
@@ -226,7 +221,7 @@ def with_a_page_of_zeros(data: bytes) -> bytes:
     ids=["0", "100", "half", "a byte", "no seal", "zeros", "text", "a page", "another library"],
 )
 def test_a_damaged_library_is_built_anew(
-    damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+    folder: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     """By a full disk, a bad copy, a bad disk. To load one may be a bus error."""
     path = host.build(library_text(1))
@@ -239,22 +234,22 @@ def test_a_damaged_library_is_built_anew(
 
 
 def test_a_directory_in_a_files_place(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = built("one")
+    path = cache.get_or_build("key", ".txt", lambda target: write("one", target))
     path.unlink()
     path.mkdir()
     (path / "kept").touch()
     with pytest.raises(CompileError, match=f"cannot write {path}: .*; remove that directory"):
-        built("two")
+        cache.get_or_build("key", ".txt", lambda target: write("two", target))
     assert f"{path} is not used: it is no regular file" in caplog.text
     assert {left.suffix for left in folder.iterdir()} == {".lock", ".txt"}
 
 
-def test_a_named_pipe_in_a_files_place() -> None:
+def test_a_named_pipe_in_a_files_place(folder: Path) -> None:
     """Nobody writes into it: to open it for reading could wait for ever."""
-    path = built("one")
+    path = cache.get_or_build("key", ".txt", lambda target: write("one", target))
     path.unlink()
     os.mkfifo(path)
-    assert said(built("two")) == "two"
+    assert said(cache.get_or_build("key", ".txt", lambda target: write("two", target))) == "two"
 
 
 @pytest.fixture
@@ -284,7 +279,9 @@ def exchanged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
 
 @pytest.mark.parametrize("moment", ["_problem", "_whole"])
-def test_what_was_checked_is_what_is_loaded(exchanged: Callable[[str], Path], moment: str) -> None:
+def test_what_was_checked_is_what_is_loaded(
+    folder: Path, exchanged: Callable[[str], Path], moment: str
+) -> None:
     mine = host.build(library_text(1))
     theirs = host.build(library_text(2))
     theirs.rename(exchanged(moment) / mine.name)
@@ -299,14 +296,14 @@ def test_nothing_is_written_to_a_directory_that_was_not_checked(
     exchanged(moment)
     told = pytest.raises(CompileError, match="others may write to it .mode 777")
     with told if moment == "_check" else contextlib.nullcontext():
-        built("one")
+        cache.get_or_build("key", ".txt", lambda target: write("one", target))
     assert list(folder.iterdir()) == []
 
 
-def test_a_loose_umask_makes_no_file_that_is_refused_later() -> None:
+def test_a_loose_umask_makes_no_file_that_is_refused_later(folder: Path) -> None:
     before = os.umask(0o002)
     try:
-        built("one")
+        cache.get_or_build("key", ".txt", lambda target: write("one", target))
     finally:
         os.umask(before)
     assert cache.load("key", ".txt", text) == "one"
@@ -319,7 +316,7 @@ def test_a_loose_umask_makes_no_file_that_is_refused_later() -> None:
 def shipped(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """`folder`, holding "key" and only readable from now on; the user's own directory is apart."""
     monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: str(tmp_path / "home" / name))
-    built("shipped")
+    cache.get_or_build("key", ".txt", lambda target: write("shipped", target))
     folder.chmod(0o555)
     # Root may write everywhere; that a file system is read-only it learns from access() as well.
     really = os.access
@@ -339,7 +336,7 @@ def test_a_shipped_file_is_found(shipped: Path, tmp_path: Path) -> None:
 
 def test_what_the_image_lacks_goes_to_the_user(shipped: Path, tmp_path: Path) -> None:
     before = set(shipped.iterdir())
-    path = built("mine", "another")
+    path = cache.get_or_build("another", ".txt", lambda target: write("mine", target))
     assert path.parent == tmp_path / "home" / "moe_nvlink"
     assert cache.load("another", ".txt", text) == "mine"
     assert set(shipped.iterdir()) == before
@@ -364,24 +361,20 @@ def test_a_shipped_directory_others_may_write_to(shipped: Path, mode: int) -> No
 def test_a_shipped_file_others_may_write_to(shipped: Path) -> None:
     (path,) = shipped.glob("*.txt")
     path.chmod(0o666)
-    again = built("mine")
+    again = cache.get_or_build("key", ".txt", lambda target: write("mine", target))
     assert again.parent != shipped
 
 
 _NOBODY = 65534
 
 
-def _become_nobody() -> None:
+def _as_nobody(given: Path, home: Path) -> None:
     os.setgroups([])
     os.setgid(_NOBODY)
     os.setuid(_NOBODY)
-
-
-def _as_nobody(given: Path, home: Path) -> None:
-    _become_nobody()
     # The interpreter's own directory may be closed to this user: what follows imports nothing.
     shipped = cache.get_or_build("key", ".txt", lambda target: pytest.fail("built"))
-    mine = built("mine", "another")
+    mine = cache.get_or_build("another", ".txt", lambda target: write("mine", target))
     assert (shipped.parent, mine.parent) == (given, home / "moe_nvlink")
     assert (said(shipped), said(mine)) == ("shipped", "mine")
     with pytest.raises(PermissionError):
@@ -399,28 +392,26 @@ def test_filled_by_root_and_used_by_another_user(monkeypatch: pytest.MonkeyPatch
         os.chown(home, _NOBODY, _NOBODY)
         monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(given))
         monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: str(home / name))
-        built("shipped")
+        cache.get_or_build("key", ".txt", lambda target: write("shipped", target))
         given.chmod(0o700)
-        assert _outcomes(1, _not_readable, given) == [0]
+        assert _outcome(_not_readable, given) == 0
         given.chmod(0o755)
-        assert _outcomes(1, _as_nobody, given, home) == [0]
+        assert _outcome(_as_nobody, given, home) == 0
 
 
 def _not_readable(given: Path) -> None:
-    _become_nobody()
+    os.setgroups([])
+    os.setgid(_NOBODY)
+    os.setuid(_NOBODY)
     with pytest.raises(CompileError, match=f"{given} is not readable by user {_NOBODY}.*chmod 755"):
         cache.load("key", ".txt", text)
 
 
-def _outcomes(count: int, target: Callable[..., None], *arguments: Path) -> list[int | None]:
-    """Exit statuses of so many processes at once."""
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=target, args=arguments) for _ in range(count)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    return [process.exitcode for process in processes]
+def _outcome(target: Callable[..., None], *arguments: Path) -> int | None:
+    process = multiprocessing.get_context("fork").Process(target=target, args=arguments)
+    process.start()
+    process.join(60)
+    return process.exitcode
 
 
 def test_a_lock_that_is_never_given_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,9 +422,9 @@ def test_a_lock_that_is_never_given_back(folder: Path, monkeypatch: pytest.Monke
         cache.get_or_build("key", ".so", lambda target: pytest.fail("built"))
 
 
-def _build_slowly(log: Path) -> None:
+def _build_slowly(log: str) -> None:
     def build(target: Path) -> None:
-        with log.open("a") as file:
+        with open(log, "a") as file:
             file.write(f"{os.getpid()}\n")
         time.sleep(0.3)
         target.write_text("whole")
@@ -441,24 +432,22 @@ def _build_slowly(log: Path) -> None:
     assert said(cache.get_or_build("key", ".so", build)) == "whole"
 
 
-def test_processes_at_once_compile_once(tmp_path: Path) -> None:
+def test_processes_at_once_compile_once(folder: Path, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
     log = tmp_path / "log"
-    assert _outcomes(4, _build_slowly, log) == [0] * 4
+    processes = [context.Process(target=_build_slowly, args=(str(log),)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 4
     assert len(log.read_text().splitlines()) == 1
 
 
 # The host compiler.
 
 
-def shell(folder: Path, commands: str) -> str:
-    """A compiler that does this instead."""
-    script = folder / "compiler"
-    script.write_text(f"#!/bin/sh\n{commands}\n")
-    script.chmod(0o700)
-    return str(script)
-
-
-def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_NVLINK_CXX", "no-such-compiler -v")
     with pytest.raises(CompileError, match="'no-such-compiler' not found .*unset it for g..$"):
         host.build("int main() {}")
@@ -497,12 +486,15 @@ def test_what_is_no_compiler(
     ],
 )
 def test_a_compiler_without_memory(folder: Path, monkeypatch: pytest.MonkeyPatch, log: str) -> None:
-    monkeypatch.setenv("MOE_NVLINK_CXX", shell(folder.parent, f"echo '{log}' >&2\nexit 1"))
+    script = folder.parent / "small"
+    script.write_text(f"#!/bin/sh\necho '{log}' >&2\nexit 1\n")
+    script.chmod(0o700)
+    monkeypatch.setenv("MOE_NVLINK_CXX", str(script))
     with pytest.raises(CompileError, match=r"too little memory: raise the limit \(ulimit -v\)"):
         host.build("int f();")
 
 
-def test_a_library_that_cannot_be_loaded() -> None:
+def test_a_library_that_cannot_be_loaded(folder: Path) -> None:
     path = host.build(library_text(4))
     path.write_bytes(b"\x7fELF")
     with pytest.raises(CompileError, match=f"cannot load {path}: .*noexec.*ulimit -v"):
@@ -516,13 +508,18 @@ def test_a_failing_compiler_shows_its_log(folder: Path) -> None:
 
 
 def test_a_compiler_that_hangs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOE_NVLINK_CXX", shell(folder.parent, "exec sleep 60"))
+    script = folder.parent / "slow"
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    script.chmod(0o700)
+    monkeypatch.setenv("MOE_NVLINK_CXX", str(script))
     monkeypatch.setattr(host, "_COMPILE_TIMEOUT_S", 0.3)
     with pytest.raises(CompileError, match=r"took over 0\.3 s"):
         host.build("int f();")
 
 
-def test_flags_and_compiler_are_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_and_compiler_are_part_of_the_key(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = 'extern "C" int f() { return 1; }'
     flags = ("-shared", "-fPIC")
     paths = {host.build(text, flags), host.build(text, (*flags, "-O1"))}
