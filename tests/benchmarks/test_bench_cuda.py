@@ -92,9 +92,10 @@ def test_rows_of_emulated_ranks() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("formats", [("mxfp8", "bf16"), ("nvfp4", "nvfp4"), ("fp8_tensor", "bf16")])
-def test_quantised_rows_are_checked_bit_for_bit(formats: tuple[str, str]) -> None:
-    recipe, combine = formats
+@pytest.mark.parametrize(
+    ("recipe", "combine"), [("mxfp8", "bf16"), ("nvfp4", "nvfp4"), ("fp8_tensor", "bf16")]
+)
+def test_quantised_rows_are_checked_bit_for_bit(recipe: str, combine: str) -> None:
     options = dataclasses.replace(SMALL, recipe=recipe, combine=combine, ep_size=2)
     with contextlib.closing(emulated.make_backend(options)) as backend:
         for post_quant in (False, True):
@@ -196,6 +197,11 @@ class Profiler:
         self.seen.reverse()  # nobody promises an order
 
 
+def peer_layer(api: types.SimpleNamespace, **changes: Any) -> emulated_flashinfer.Layer:
+    options = dataclasses.replace(WITH_PEER, **changes)
+    return emulated_flashinfer.Layer(options, 3, emulated.make_inputs(options, 3), api)
+
+
 @pytest.fixture
 def profiled(monkeypatch: pytest.MonkeyPatch) -> tuple[cuda_clock.Clock, Profiler]:
     """A clock of a GPU, which is not there."""
@@ -288,16 +294,15 @@ def _branches_on_stand_in(_rank: int, _size: int) -> dict[tuple[int, bool], Any]
     return launches
 
 
+ALL_THREE = ["moe_nvlink_one_launch", "moe_nvlink", "flashinfer"]
+
+
 def test_a_ratio_is_of_what_was_launched_alike(beside: None) -> None:
     options = dataclasses.replace(WITH_PEER, cuda_graph=True)
     failed: list[str] = []
     apart, ours, theirs = emulated.run(options, explicit=True, failed=failed)
     assert failed == []
-    assert [row["backend"] for row in (apart, ours, theirs)] == [
-        "moe_nvlink_one_launch",
-        "moe_nvlink",
-        "flashinfer",
-    ]
+    assert [row["backend"] for row in (apart, ours, theirs)] == ALL_THREE
     assert ours["launch"] == theirs["launch"] == emulated.BRANCHES
     assert apart["launch"] == emulated.GRAPH
     assert "ratio_to_ours" not in apart
@@ -306,9 +311,6 @@ def test_a_ratio_is_of_what_was_launched_alike(beside: None) -> None:
         assert theirs["ratio_to_ours"][phase]["median"] == pytest.approx(median)
         assert theirs[phase]["ceiling_us"] == ours[phase]["ceiling_us"]
     assert "flashinfer 0.0 (a stand-in); nothing; marks empty slots" in theirs["given"]
-
-
-ALL_THREE = ["moe_nvlink_one_launch", "moe_nvlink", "flashinfer"]
 
 
 @pytest.mark.parametrize(
@@ -407,7 +409,7 @@ def test_the_release_that_was_read_takes_our_calls(
     """Every call of both adapters, as the stand-in gets them, binds to the wheel's parameters."""
     made = _record(monkeypatch)
     api = api_module.load()
-    layer = emulated_flashinfer.Layer(WITH_PEER, 3, emulated.make_inputs(WITH_PEER, 3), api)
+    layer = peer_layer(api)
     layer.spare_waiting()
     layer.before["both"]()
     layer.both()
@@ -450,24 +452,20 @@ def test_ours_is_measured_where_flashinfer_does_not_load(
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "nvfp4"])
 def test_the_adapter_moves_the_right_rows(fake: types.SimpleNamespace, recipe: str) -> None:
-    options = dataclasses.replace(WITH_PEER, recipe=recipe)
-    layer = emulated_flashinfer.Layer(options, 3, emulated.make_inputs(options, 3), fake)
+    layer = peer_layer(fake, recipe=recipe)
     layer.check()
     layer.both()
     layer.check()
     assert ("rows quantised before" in layer.given) == (recipe != "bf16")
 
 
-def test_a_row_that_the_peer_loses_is_found(
-    fake: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = emulated_flashinfer.Layer(WITH_PEER, 3, emulated.make_inputs(WITH_PEER, 3), fake)
+def test_a_row_that_the_peer_loses_is_found(fake: types.SimpleNamespace) -> None:
+    layer = peer_layer(fake)
     right = layer.dispatch
 
     def losing() -> None:
         right()
-        rows = layer.received[2][0]
-        ids = layer.received[2][1]
+        rows, ids, *_ = layer.received[2]
         source, slot, _k = (ids >= 0).nonzero()[0].tolist()
         rows[source, slot] = 0
 
@@ -480,11 +478,11 @@ def test_combine_whose_flags_are_set_before_waits_for_nobody(
     fake: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fake_flashinfer, "strict", True)
-    layer = emulated_flashinfer.Layer(WITH_PEER, 3, emulated.make_inputs(WITH_PEER, 3), fake)
+    layer = peer_layer(fake)
     layer.dispatch()
     with pytest.raises(TimeoutError, match="rank 0 would wait"):
         layer.combine()
-    layer = emulated_flashinfer.Layer(WITH_PEER, 3, emulated.make_inputs(WITH_PEER, 3), fake)
+    layer = peer_layer(fake)
     layer.spare_waiting()
     layer.check()
     layer.before["both"]()

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import common
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.programs import python
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -38,7 +34,6 @@ _HEAD += " --output_file PATH"
 
 
 @pytest.mark.long
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "written_by_a_rank"),
     [
@@ -54,18 +49,9 @@ _HEAD += " --output_file PATH"
 def test_the_first_batch_is_left(command: str, written_by_a_rank: bool, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(ENDS_AFTER_THE_FIRST_WRITE)
     file = tmp_path / "out" / "result.json"
-    script, *options = command.split()
-    done = subprocess.run(
-        [
-            *(sys.executable, str(ROOT / "benchmarks" / script)),
-            *(str(file) if option == "PATH" else option for option in options),
-        ],
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=250,
-    )
+    script, *options = command.replace("PATH", str(file)).split()
+    variables = {"PYTHONPATH": str(tmp_path)}
+    done = python(f"benchmarks/{script}", *options, variables=variables, timeout_s=250)
     assert done.returncode == (1 if written_by_a_rank else -signal.SIGKILL), done.stderr
     assert list(file.parent.iterdir()) == [file]
     result = json.loads(file.read_text())

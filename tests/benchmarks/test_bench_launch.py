@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def launch(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "benchmarks/bench_launch.py", "--driver", "emulated", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+from tests.support.programs import python
 
 
 @pytest.mark.long
 def test_every_dispatch_has_its_combine(tmp_path: Path) -> None:
     """Kernels report one that has not, and the next call raises it: bare launches count too."""
     written = tmp_path / "launch.json"
-    done = launch("--batches", "2", "--tokens", "4", "--output_file", str(written))
+    options = ("--driver", "emulated", "--batches", "2", "--tokens", "4")
+    done = python("benchmarks/bench_launch.py", *options, "--output_file", written, timeout_s=500)
     assert done.returncode == 0, done.stderr
     found = json.loads(written.read_text())
     assert found["driver"].startswith("stand-in, runs the kernels")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,8 @@ from moe_nvlink_plugin.jit.header import elements
 from moe_nvlink_plugin.lm_head import cost as head_cost
 from tests.support import emulated, emulated_text, fake_cuda
 from tests.support import ranks as processes
+from tests.support.programs import python
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--vocab", "1000", "--hidden", "64", "--rows", "1", "5", "--iterations", "3"]
 
 OPTIONS = bench_lm_head.Options(
@@ -39,14 +37,8 @@ OPTIONS = bench_lm_head.Options(
 def run(folder: Path, *options: str) -> tuple[str, dict[str, Any]]:
     """What is printed, and what is written."""
     output = folder / "result.json"
-    command = [sys.executable, str(ROOT / "benchmarks/bench_lm_head.py"), *SMALL, *options]
-    done = subprocess.run(
-        [*command, "--output_file", str(output)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+    command = ("benchmarks/bench_lm_head.py", *SMALL, *options, "--output_file", output)
+    done = python(*command, timeout_s=200)
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(output.read_text())
 
@@ -108,8 +100,8 @@ def test_a_rehearsal_of_one_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks/bench_lm_head.py"), "--device", "cuda"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    done = python("benchmarks/bench_lm_head.py", "--device", "cuda")
+    assert done.returncode == 0
     assert done.stdout.startswith("not measured: no CUDA device")
 
 

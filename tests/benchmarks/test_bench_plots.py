@@ -5,29 +5,19 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from benchmarks.moe_comm import plots
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 BATCHES = (1, 16, 128)
 SLOWER = {"moe_nvlink": 1.0, "gloo_gather": 9.0, "all_to_all": 3.0}
 
 
 def phase(us: float) -> dict[str, float]:
-    return {
-        "median_us": us,
-        "p95_us": 2 * us,
-        "q25_us": 0.9 * us,
-        "q75_us": 1.25 * us,
-        "copied_gb_s": 1000 / us,
-        "ceiling_gb_s": 7.5,
-    }
+    times = {"median_us": us, "p95_us": 2 * us, "q25_us": 0.9 * us, "q75_us": 1.25 * us}
+    return {**times, "copied_gb_s": 1000 / us, "ceiling_gb_s": 7.5}
 
 
 def row(backend: str, tokens: int, recipe: str = "bf16", combine: str = "bf16") -> dict[str, Any]:
@@ -58,17 +48,6 @@ def result(**changed: Any) -> dict[str, Any]:
         "rows": [row(backend, tokens) for backend in SLOWER for tokens in BATCHES],
     }
     return made | changed
-
-
-@pytest.fixture(scope="module")
-def figures() -> dict[str, Figure]:
-    return plots.figures_of(result())
-
-
-# ---- bench_moe_comm.
-
-
-# ---- Files.
 
 
 def test_a_png_names_its_result_file(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pandas as pd
 import psutil
@@ -26,6 +27,7 @@ from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
 from moe_nvlink_plugin.testing import ThreadGroup
+from tests.core.exchange import small_exchange
 from tests.support.ranks import run_processes
 
 EP_SIZE, HIDDEN, TOP_K, EXPERTS = 2, 32, 3, 8
@@ -34,15 +36,8 @@ STEPS = ([3, 1], [2, 2], [0, 4], [3, 1])
 
 
 def config(rank: int) -> AllToAllConfig:
-    return AllToAllConfig(
-        ep_size=EP_SIZE,
-        ep_rank=rank,
-        max_tokens_per_rank=64,
-        hidden_size=HIDDEN,
-        num_experts=EXPERTS,
-        top_k=TOP_K,
-        dtype=torch.float32,
-    )
+    sizes = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "top_k": TOP_K}
+    return small_exchange.config(EP_SIZE, rank, max_tokens_per_rank=64, **sizes)
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -156,9 +151,8 @@ def test_servers_take_turns_and_the_first_wave_is_not_measured() -> None:
     assert "".join(name for name, count in turns if count == 1) == "ababba"
     assert [count for _name, count in turns] == [1] * 6 + [3] * 6
     rows = measure.rows_of(waves)
-    assert [(row["backend"], row["concurrency"]) for row in rows] == [
-        *(("a", 1), ("b", 1), ("a", 3), ("b", 3))
-    ]
+    of_rows = [(row["backend"], row["concurrency"]) for row in rows]
+    assert of_rows == [("a", 1), ("b", 1), ("a", 3), ("b", 3)]
     assert [row["tokens_checked"] for row in rows] == [8, 8, 24, 24]
 
 
@@ -170,12 +164,9 @@ def test_a_wrong_token_ends_everything(wrong_at: int) -> None:
     assert len(server.turns) == wrong_at
 
 
-def test_an_answer_that_is_too_short_is_wrong() -> None:
+def test_answers_are_compared_up_to_the_first_token_that_differs() -> None:
     with pytest.raises(measure.WrongTokensError, match="from token 3 of 4 on"):
         measure.check("a", [[1, 2]], [[1, 2, 3, 4]])
-
-
-def test_answers_are_compared_up_to_the_first_token_that_differs() -> None:
     expected = [[1, 2, 3, 4]] * 3
     assert measure.compare([[1, 2, 3, 4], [1, 9, 3, 9], [9, 2, 3, 4]], expected) == (4 + 2 + 1, 2)
 
@@ -262,16 +253,15 @@ def test_counters_must_show_the_exchange(
         assert problem in str(refused.value)
 
 
+BOTH_OF_2 = ("--data-parallel-size=2", "--tensor-parallel-size=2")
+
+
 @pytest.mark.parametrize(
     ("backend", "num_ranks", "flags", "absent"),
     [
         ("moe_nvlink", 2, {"--max-num-seqs=17", "--enable-expert-parallel"}, "--tensor"),
         ("gloo_ag_rs", 4, {"--max-num-seqs=9", "--data-parallel-size=4"}, "--tensor"),
-        (
-            *("moe_nvlink_tp2", 4),
-            {"--max-num-seqs=17", "--data-parallel-size=2", "--tensor-parallel-size=2"},
-            "--distributed-executor",
-        ),
+        ("moe_nvlink_tp2", 4, {"--max-num-seqs=17", *BOTH_OF_2}, "--distributed-executor"),
         ("tensor_parallel", 2, {"--max-num-seqs=33", "--tensor-parallel-size=2"}, "--data"),
         ("one_rank", 1, {"--max-num-seqs=33", f"--kv-cache-memory-bytes={256 << 20}"}, "--data"),
     ],
@@ -288,13 +278,6 @@ def test_the_flags_of_a_server(backend: str, num_ranks: int, flags: set[str], ab
 def test_ranks_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(6)))
     assert [servers.threads_of(ranks) for ranks in (1, 2, 4, 8)] == [6, 3, 1, 1]
-
-
-class StartedVllm:
-    """Keeps what a server was started with."""
-
-    def __init__(self, **given: Any) -> None:
-        self.given = given
 
 
 @pytest.mark.parametrize(
@@ -316,10 +299,11 @@ def test_how_a_server_is_started(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(servers, "VllmServer", StartedVllm)
+    started = mock.Mock()
+    monkeypatch.setattr(servers, "VllmServer", started)
     made = servers.ExpertParallelServer(backend, tmp_path, tmp_path, 8, 4)
     assert (made.num_ranks, made.ep_size, made.dp_size) == (num_ranks, ep_size, dp_size)
-    given = vars(made.server)["given"]
+    given = started.call_args.kwargs
     assert "PYTHONSAFEPATH" not in given["environment"]
     assert given["with_plugins"] is has_plugins
     assert given["environment"]["OMP_NUM_THREADS"] == str(servers.threads_of(num_ranks))
@@ -383,13 +367,11 @@ STARTED: list[FakeExpertParallelServer] = []
 def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     STARTED.clear()
     monkeypatch.setattr(bench_serve, "ExpertParallelServer", FakeExpertParallelServer)
-    monkeypatch.setattr(
-        bench_serve,
-        "one_rank_tokens",
-        lambda _checkpoint, _folder, prompts, length, _dtype: [
-            expected_of(p, length) for p in prompts
-        ],
-    )
+
+    def tokens(_checkpoint: Path, _folder: Path, prompts: Any, length: int, _dtype: str) -> Any:
+        return [expected_of(prompt, length) for prompt in prompts]
+
+    monkeypatch.setattr(bench_serve, "one_rank_tokens", tokens)
 
 
 SMALL = ["--concurrency", "1", "3", "--tokens", "6", "--rounds", "2"]
@@ -432,6 +414,8 @@ def test_the_options_of_a_size(size: str) -> None:
     assert found == OF_SIZES[size]
     assert options.model == sizes.SIZES[size]
     assert sizes.name_of(options.model) == size
+    given = bench_serve.parser().parse_args(["--layers", "2"])
+    assert sizes.name_of(bench_serve.options_of(given).model) == "own"
 
 
 @pytest.mark.parametrize(("size", "millions"), [("0.2B", 219), ("1.7B", 1680)])
@@ -442,11 +426,6 @@ def test_a_size_has_the_weights_that_it_names(size: str, millions: int) -> None:
     router, words = model.hidden_size * model.num_experts, 2 * model.vocab_size * model.hidden_size
     found = model.num_layers * (experts + attention + router) + words
     assert round(found / 1e6) == millions
-
-
-def test_a_model_of_ones_own_has_no_size() -> None:
-    given = bench_serve.parser().parse_args(["--layers", "2"])
-    assert sizes.name_of(bench_serve.options_of(given).model) == "own"
 
 
 @pytest.mark.usefixtures("no_servers")
@@ -482,22 +461,19 @@ def test_nothing_is_written_after_a_wrong_token(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--tokens", "509"], "not between 1 and 508"),
-        (["--hidden_size", "200"], "no multiple of 128"),
-        (["--top_k", "17"], "a top_k between 1 and their number"),
-        (["--num_experts", "18", "--ep_size", "4"], "a multiple of 4 ranks"),
-        (
-            ["--against", "moe_nvlink_tp2", "--ep_size", "3", "--num_experts", "18"],
-            "an even number",
-        ),
-        (["--against", "nowhere"], "one_rank, tensor_parallel, or the folder of a checkout"),
-        (["--size", "7B"], "choose from"),
-        (["--size", "0.2B", "--layers", "2"], "--layers changes the demo's model"),
+        ("--tokens 509", "not between 1 and 508"),
+        ("--hidden_size 200", "no multiple of 128"),
+        ("--top_k 17", "a top_k between 1 and their number"),
+        ("--num_experts 18 --ep_size 4", "a multiple of 4 ranks"),
+        ("--against moe_nvlink_tp2 --ep_size 3 --num_experts 18", "an even number"),
+        ("--against nowhere", "one_rank, tensor_parallel, or the folder of a checkout"),
+        ("--size 7B", "choose from"),
+        ("--size 0.2B --layers 2", "--layers changes the demo's model"),
     ],
 )
 def test_bad_options_are_refused(
-    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    given: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        bench_serve.main(given)
+        bench_serve.main(given.split())
     assert message in capsys.readouterr().err

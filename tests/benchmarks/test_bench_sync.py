@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import bench_sync
 from benchmarks.moe_comm import no_sync
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from tests.core.exchange import small_exchange
 from tests.support import kernel_texts
 from tests.support.ptx import build
 
@@ -21,17 +23,9 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 def lonely(group: ThreadGroup, small_tokens: int) -> int:
     """Rounds that rank 0 ends although rank 1 never calls."""
-    config = AllToAllConfig(
-        ep_size=2,
-        ep_rank=group.rank,
-        num_experts=8,
-        top_k=4,
-        hidden_size=128,
-        max_tokens_per_rank=8,
-        small_tokens=small_tokens,
-        timeout_s=100,
-        first_timeout_s=100,
-    )
+    sizes = {"num_experts": 8, "top_k": 4, "hidden_size": 128, "max_tokens_per_rank": 8}
+    more: dict[str, Any] = {"small_tokens": small_tokens, "dtype": torch.bfloat16}
+    config = small_exchange.config(2, group.rank, timeout_s=100, **sizes, **more)
     layer, ended = MoeAllToAll.create(config, group), 0
     if group.rank == 0:
         for number in range(3):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import torch
 from benchmarks import gpu_constants
 from moe_nvlink_plugin import driver
 from moe_nvlink_plugin.jit import nvrtc
+from tests.support.programs import python
 from tests.support.ptx import costs
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -23,14 +21,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 def run(folder: Path, *options: str, **variables: str) -> tuple[int, dict[str, Any]]:
     """Exit status, and the rows by their names."""
     file = folder / "constants.json"
-    command = ("--device", "rehearsal", "--limit_s", "300", "--output_file", str(file), *options)
-    done = subprocess.run(
-        [sys.executable, gpu_constants.__file__, *command],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ("--device", "rehearsal", "--limit_s", "300", "--output_file", file, *options)
+    done = python(gpu_constants.__file__, *command, variables=variables, timeout_s=550)
     assert file.exists(), done.stdout + done.stderr
     result = json.loads(file.read_text())
     assert "incomplete" not in result

@@ -48,6 +48,7 @@ def config(**values: Any) -> AllToAllConfig:
         ("num_threads", 0, "num_threads=0"),
         ("extra_payload_bytes", (4, 0), "extra_payload_bytes=0"),
         ("dtype", torch.float64, "dtype=torch.float64 cannot be combined"),
+        ("combine_dtypes", (torch.float64,), "combine_dtypes=torch.float64 cannot be combined"),
         ("timeout_s", 0, "timeout_s=0"),
         ("timeout_s", -3.0, "timeout_s=-3.0"),
         ("timeout_s", float("nan"), "timeout_s=nan"),
@@ -56,11 +57,7 @@ def config(**values: Any) -> AllToAllConfig:
         ("timeout_s", True, "timeout_s=True"),
         ("recipe", 5, "recipe=5 is a int; pass its name"),
         ("transport", ["host"], "transport=['host'] is a list; pass its name"),
-        (
-            "extra_payload_bytes",
-            4,
-            "extra_payload_bytes=4 must be a tuple; for one entry write (4,)",
-        ),
+        ("extra_payload_bytes", 4, "=4 must be a tuple; for one entry write (4,)"),
         ("combine_dtypes", torch.float32, "combine_dtypes=torch.float32 must be a tuple"),
         ("received_ids", "global ", "received_ids='global ' is none of global, elsewhere, local"),
         ("received_ids", -2, "no integer from -1 to 2147483647"),
@@ -122,19 +119,10 @@ def test_bad_environment_is_named(
     assert str(caught.value).startswith(f"{name}='{text}' {words}")
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("MOE_NVLINK_TIMEOUT_S", "999999"),
-        ("MOE_NVLINK_HOST_THREADS", "1024"),
-        ("MOE_NVLINK_MAX_SMS", "1024"),
-        ("MOE_NVLINK_SMALL_TOKENS", "64"),
-    ],
-)
-def test_limits_of_the_environment_are_those_of_the_fields(
-    name: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, text)
+def test_limits_of_the_environment_are_those_of_the_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"TIMEOUT_S": 999999, "HOST_THREADS": 1024, "MAX_SMS": 1024, "SMALL_TOKENS": 64}
+    for name, limit in limits.items():
+        monkeypatch.setenv(f"MOE_NVLINK_{name}", str(limit))
     config()
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.programs import python
 
 # The child ends as programs do, with finalizers and exit handlers, and not by os._exit().
 _SCRIPT = """
@@ -78,7 +77,5 @@ sys.exit(0 if (status, same, tokens) == (0, True, [0]) else 4)
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_fork_leaves_the_exchange_to_its_parent(threads: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, str(threads)], capture_output=True, text=True, timeout=240
-    )
+    done = python("-c", _SCRIPT, str(threads), timeout_s=240)
     assert done.returncode == 0, done.stdout + done.stderr

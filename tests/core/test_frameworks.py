@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 from moe_nvlink_plugin import env, frameworks
 from moe_nvlink_plugin.frameworks import Framework
 from moe_nvlink_plugin.tools.doctor import inquiry, report
+from tests.support.programs import python
 
 
 @pytest.fixture
@@ -32,9 +31,7 @@ def test_the_command_asks_no_framework_and_no_torch() -> None:
         "import sys; from moe_nvlink_plugin import frameworks; frameworks.variables();"
         "print(*{'vllm', 'sglang', 'flashinfer', 'torch'} & set(sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = python("-c", code)
     assert (done.stdout.strip(), done.stderr.strip()) == ("", "")
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.support.programs import python
 
 #: Prints the names of the process's threads once its process group is destroyed.
 CLOSED = """
@@ -24,8 +23,9 @@ print(*(open(f"{tasks}/{task}/comm").read().strip() for task in os.listdir(tasks
 
 
 def threads_after(*arguments: str) -> set[str]:
-    command = [sys.executable, "-c", CLOSED, *arguments]
-    return set(subprocess.check_output(command, text=True, timeout=120).split())
+    done = python("-c", CLOSED, *arguments)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
 
 
 def test_a_closed_exchange_lets_go_of_its_process_group() -> None:

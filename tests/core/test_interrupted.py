@@ -5,6 +5,8 @@ The limits of the waits are far above what a test may take, so a wait that signa
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import os
 import signal
 import sys
@@ -21,7 +23,7 @@ from moe_nvlink_plugin import HeadGroup, MoeAllToAll, sharded_argmax
 from moe_nvlink_plugin.errors import ExchangeStateError
 from moe_nvlink_plugin.launch import cpu
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.core.exchange.small_exchange import config, good
+from tests.core.exchange.small_exchange import config, plain, round_of
 from tests.support import small_head
 
 pytestmark = pytest.mark.timeout(240)
@@ -40,18 +42,28 @@ def ctrl_c_raises() -> Iterator[None]:
 @pytest.fixture
 def layers() -> Iterator[list[MoeAllToAll]]:
     """Rank 0's and rank 1's, which run in this process; their waits have three threads."""
-    made = _together(2, lambda group: MoeAllToAll.create(_config(group.rank), group))
+    made = created(2, num_threads=3)
     yield made
     for layer in made:
         layer.close()
 
 
-def _config(rank: int) -> Any:
-    return config(2, rank, timeout_s=LIMIT_S, num_threads=3)
+def created(size: int, **values: Any) -> list[MoeAllToAll]:
+    def create(group: ThreadGroup) -> MoeAllToAll:
+        return MoeAllToAll.create(config(size, group.rank, timeout_s=LIMIT_S, **values), group)
 
-
-def _together(size: int, create: Callable[[ThreadGroup], Any]) -> list[Any]:
     return run_ranks(size, create)
+
+
+@contextlib.contextmanager
+def handled_by(handler: Callable[..., Any]) -> Iterator[None]:
+    """The handler of SIGUSR1, which comes soon."""
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        _signal_soon(signal.SIGUSR1)
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def _signal_soon(number: int) -> None:
@@ -75,72 +87,48 @@ def _is_launching() -> bool:
     )
 
 
-def _inputs() -> dict[str, Any]:
-    return {**good(), "extra_payloads": ()}
-
-
 def test_ctrl_c_ends_a_wait(layers: list[MoeAllToAll]) -> None:
     """This is the main thread; rank 1 never comes."""
     _signal_soon(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        layers[0].dispatch(**_inputs())
+        layers[0].dispatch(**plain())
     with pytest.raises(ExchangeStateError, match="KeyboardInterrupt has interrupted dispatch on r"):
-        layers[0].dispatch(**_inputs())
+        layers[0].dispatch(**plain())
     assert isinstance(layers[0].failure(), ExchangeStateError)
 
 
-def test_a_handler_that_raises_ends_a_wait(
-    layers: list[MoeAllToAll],
-) -> None:
+def test_a_handler_that_raises_ends_a_wait(layers: list[MoeAllToAll]) -> None:
     class StopError(Exception):
         pass
 
     def handler(*_: object) -> None:
         raise StopError
 
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        _signal_soon(signal.SIGUSR1)
-        with pytest.raises(StopError):
-            layers[0].dispatch(**_inputs())
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with handled_by(handler), pytest.raises(StopError):
+        layers[0].dispatch(**plain())
     with pytest.raises(ExchangeStateError, match="StopError has interrupted dispatch on rank 0"):
-        layers[0].dispatch(**_inputs())
+        layers[0].dispatch(**plain())
 
 
 def test_a_handler_that_returns_ends_nothing(layers: list[MoeAllToAll]) -> None:
     """It runs while the rank waits: it is what lets the other rank come."""
-    inputs, come = _inputs(), threading.Event()
-    before = signal.signal(signal.SIGUSR1, lambda *_: come.set())
-    results: list[torch.Tensor] = []
-
-    def round_of(layer: MoeAllToAll) -> torch.Tensor:
-        received = layer.dispatch(**inputs)
-        rows = layer.combine_input().zero_()
-        return layer.combine(rows, received.metadata)
+    come = threading.Event()
 
     def other() -> None:
         assert come.wait(200)
-        results.append(round_of(layers[1]))
+        round_of(layers[1], **plain())
 
-    thread = threading.Thread(target=other)
-    try:
-        thread.start()
-        _signal_soon(signal.SIGUSR1)
-        results.append(round_of(layers[0]))
-        thread.join()
-    finally:
-        come.set()
-        signal.signal(signal.SIGUSR1, before)
-    assert len(results) == 2
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, handled_by(lambda *_: come.set()):
+        done = pool.submit(other)
+        round_of(layers[0], **plain())
+        done.result(200)
 
 
 def test_ctrl_c_ends_a_wait_of_the_shared_head() -> None:
-    create = lambda group: HeadGroup.create(  # noqa: E731
-        small_head.config(2, group.rank, timeout_s=LIMIT_S), group
-    )
-    heads = _together(2, create)
+    def create(group: ThreadGroup) -> HeadGroup:
+        return HeadGroup.create(small_head.config(2, group.rank, timeout_s=LIMIT_S), group)
+
+    heads = run_ranks(2, create)
     weight = torch.ones(small_head.VOCAB, small_head.HIDDEN)
     _signal_soon(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -153,9 +141,7 @@ def test_ctrl_c_ends_a_wait_of_the_shared_head() -> None:
 
 def test_ctrl_c_ends_a_mask() -> None:
     """Three ranks: one is dead, one does not come to the meeting."""
-    three = _together(
-        3, lambda group: MoeAllToAll.create(config(3, group.rank, timeout_s=LIMIT_S), group)
-    )
+    three = created(3)
     _signal_soon(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         three[0].mask(2)
@@ -165,14 +151,14 @@ def test_ctrl_c_ends_a_mask() -> None:
 
 def test_ctrl_c_ends_a_wait_for_what_runs_beside(layers: list[MoeAllToAll]) -> None:
     """close() joins the verb's thread, whose waits end too."""
-    running = layers[0].dispatch_async(**_inputs())
+    running = layers[0].dispatch_async(**plain())
     _signal_soon(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         running.wait()
     with pytest.raises(
         ExchangeStateError, match="KeyboardInterrupt has interrupted dispatch_async"
     ):
-        layers[0].dispatch(**_inputs())
+        layers[0].dispatch(**plain())
     layers[0].close()
 
 
@@ -185,16 +171,11 @@ def test_a_handler_that_raises_while_a_verb_runs_beside(
     def handler(*_: object) -> None:
         raise ValueError("mine")
 
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        running = layers[0].dispatch_async(**_inputs())
-        _signal_soon(signal.SIGUSR1)
-        with pytest.raises(ValueError, match="mine"):
-            running.wait() if ends == "wait" else layers[0].close()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    running = layers[0].dispatch_async(**plain())
+    with handled_by(handler), pytest.raises(ValueError, match="mine"):
+        running.wait() if ends == "wait" else layers[0].close()
     if ends == "wait":
-        for verb in (running.wait, lambda: layers[0].dispatch(**_inputs())):
+        for verb in (running.wait, lambda: layers[0].dispatch(**plain())):
             with pytest.raises(ExchangeStateError, match="ValueError has interrupted dispatch_asy"):
                 verb()
     layers[0].close()
@@ -206,15 +187,8 @@ def test_a_handler_that_raises_while_a_verb_runs_beside(
 def test_a_handler_that_closes_the_exchange(layers: list[MoeAllToAll]) -> None:
     """The verb that waits has the channel, so the handler's call would wait for it for ever."""
 
-    def handler(*_: object) -> None:
-        layers[0].close()
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        _signal_soon(signal.SIGUSR1)
-        with pytest.raises(ExchangeStateError, match="a signal handler called the exchange"):
-            layers[0].dispatch(**_inputs())
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    refused = pytest.raises(ExchangeStateError, match="a signal handler called the exchange")
+    with handled_by(lambda *_: layers[0].close()), refused:
+        layers[0].dispatch(**plain())
     with pytest.raises(ExchangeStateError, match="has interrupted dispatch on rank 0"):
-        layers[0].dispatch(**_inputs())
+        layers[0].dispatch(**plain())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-import sys
 from pathlib import Path
 
 import pluggy
@@ -18,6 +17,7 @@ from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.plugins import builtin as builtin_plugins
 from moe_nvlink_plugin.plugins import hookspecs
 from moe_nvlink_plugin.transport.host import HostTransport
+from tests.support.programs import python
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -220,8 +220,7 @@ def install(folder: Path, name: str, code: str) -> None:
 def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     # The folder goes to the front of sys.path before anything of ours is imported.
     start = f"import sys; sys.path.insert(0, {str(folder)!r})\n"
-    command = [sys.executable, "-c", start + code]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=80)
+    return python("-c", start + code, timeout_s=80)
 
 
 def test_a_third_party_package(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin.testing import ThreadGroup
 
 HIDDEN, TOP_K, CAPACITY = 8, 2, 4
 
@@ -23,6 +25,16 @@ def config(ep_size: int = 1, ep_rank: int = 0, **values: Any) -> AllToAllConfig:
     return AllToAllConfig(ep_size=ep_size, ep_rank=ep_rank, **{**usual, **values})
 
 
+def sized(**sizes: Any) -> Callable[..., AllToAllConfig]:
+    """`config` of a group's rank, with other sizes."""
+    return lambda group, **values: config(group.size, group.rank, **{**sizes, **values})
+
+
+def alone(**values: Any) -> MoeAllToAll:
+    """The exchange of one rank, which is this process."""
+    return MoeAllToAll.create(config(**values), ThreadGroup.ranks(1)[0])
+
+
 def good(num_tokens: int = 3) -> dict[str, Any]:
     return {
         "hidden_states": torch.randn(num_tokens, HIDDEN),
@@ -32,12 +44,17 @@ def good(num_tokens: int = 3) -> dict[str, Any]:
     }
 
 
-def assert_still_works(layer: MoeAllToAll) -> None:
-    inputs = good()
+def plain(num_tokens: int = 3) -> dict[str, Any]:
+    """The same without an extra payload, for which `config` has no room."""
+    return {**good(num_tokens), "extra_payloads": ()}
+
+
+def round_of(layer: MoeAllToAll, **inputs: Any) -> torch.Tensor:
+    """What combine returns of the rows that dispatch brought."""
     received = layer.dispatch(**inputs)
-    combined = layer.combine(received.hidden_states.clone(), received.metadata)
-    assert torch.equal(combined, inputs["hidden_states"])
+    return layer.combine(received.hidden_states.clone(), received.metadata)
 
 
-def other_metadata(received: Dispatched, **changes: Any) -> Any:
-    return received.metadata._replace(**changes)
+def assert_still_works(layer: MoeAllToAll, inputs: dict[str, Any] | None = None) -> None:
+    given = good() if inputs is None else inputs
+    assert torch.equal(round_of(layer, **given), given["hidden_states"])

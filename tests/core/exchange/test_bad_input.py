@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,21 +10,30 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll, rank_mask
+from moe_nvlink_plugin import Dispatched, MoeAllToAll, rank_mask
 from moe_nvlink_plugin.errors import ConfigError, InputError
 from moe_nvlink_plugin.testing import ThreadGroup
 from tests.core.exchange.small_exchange import (
     CAPACITY,
     HIDDEN,
     TOP_K,
+    alone,
     assert_still_works,
     config,
     good,
-    other_metadata,
+    plain,
 )
 
 pytestmark = pytest.mark.timeout(120)
 
+#: A good value of each tensor of dispatch, of three tokens.
+TENSORS = {
+    "hidden_states": torch.ones(3, HIDDEN),
+    "topk_ids": torch.zeros(3, TOP_K, dtype=torch.int32),
+    "topk_weights": torch.ones(3, TOP_K),
+    "is_padding": torch.zeros(3, dtype=torch.bool),
+    "active_ranks": torch.ones(1, dtype=torch.int64),
+}
 
 BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "hidden width": (
@@ -40,14 +50,15 @@ BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
         {"hidden_states": torch.randn(HIDDEN, 3).T},
         r"hidden_states is not contiguous \(strides \[1, 3\]\); call .contiguous",
     ),
-    "hidden device": (
-        {"hidden_states": torch.empty(3, HIDDEN, device="meta")},
-        "is on meta, this exchange works on cpu",
-    ),
-    "ids device": (
-        {"topk_ids": torch.empty(3, TOP_K, dtype=torch.int32, device="meta")},
-        "is on meta, this exchange works on cpu",
-    ),
+    **{
+        f"{name} with gaps": ({name: torch.cat([good] * 2, -1)[..., ::2]}, f"{name} is not contig")
+        for name, good in TENSORS.items()
+        if name != "active_ranks"
+    },
+    **{
+        f"{name} elsewhere": ({name: good.to("meta")}, f"{name} is on meta, this .* works on cpu")
+        for name, good in TENSORS.items()
+    },
     "bound of another type": ({"max_tokens": 3.0}, "max_tokens=3.0 is a float, it must be an int"),
     "too many tokens": (good(CAPACITY + 1), "5 tokens exceed max_tokens_per_rank=4"),
     "ids of fewer tokens": (
@@ -58,10 +69,6 @@ BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "ids dtype": (
         {"topk_ids": torch.zeros(3, TOP_K)},
         "topk_ids has dtype torch.float32, expected torch.int32 or torch.int64",
-    ),
-    "ids strides": (
-        {"topk_ids": torch.zeros(3, 2 * TOP_K, dtype=torch.int32)[:, ::2]},
-        "topk_ids is not contiguous",
     ),
     "weights dtype": (
         {"topk_weights": torch.rand(3, TOP_K).half()},
@@ -76,14 +83,6 @@ BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
         {"is_padding": torch.zeros(3, dtype=torch.int32)},
         "is_padding has dtype torch.int32, expected torch.bool",
     ),
-    "padding strides": (
-        {"is_padding": torch.zeros(6, dtype=torch.bool)[::2]},
-        "is_padding is not contiguous",
-    ),
-    "padding device": (
-        {"is_padding": torch.zeros(3, dtype=torch.bool, device="meta")},
-        "is on meta, this exchange works on cpu",
-    ),
     "mask of two words": (
         {"active_ranks": torch.ones(2, dtype=torch.int64)},
         r"active_ranks has shape \[2\], expected \[1\]",
@@ -91,10 +90,6 @@ BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "mask dtype": (
         {"active_ranks": torch.ones(1, dtype=torch.bool)},
         "active_ranks has dtype torch.bool, expected torch.int64",
-    ),
-    "mask device": (
-        {"active_ranks": torch.ones(1, dtype=torch.int64, device="meta")},
-        "is on meta, this exchange works on cpu",
     ),
     "mask without oneself": (
         {"active_ranks": torch.zeros(1, dtype=torch.int64)},
@@ -143,10 +138,11 @@ BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_DISPATCHES)
-def test_dispatch_refuses(name: str, layer: MoeAllToAll) -> None:
+@pytest.mark.parametrize("verb", ["dispatch", "dispatch_async"])
+def test_dispatch_refuses(name: str, verb: str, layer: MoeAllToAll) -> None:
     changes, message = BAD_DISPATCHES[name]
     with pytest.raises(InputError, match=message):
-        layer.dispatch(**{**good(), **changes})
+        getattr(layer, verb)(**{**good(), **changes})
     assert_still_works(layer)
 
 
@@ -192,38 +188,6 @@ def without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return left
 
 
-@pytest.mark.parametrize(
-    "name", ["hidden_states", "topk_ids", "topk_weights", "is_padding", "extra"]
-)
-@pytest.mark.parametrize("verb", ["dispatch", "dispatch_async"])
-def test_dispatch_reads_no_address_of_nothing(verb: str, name: str, layer: MoeAllToAll) -> None:
-    inputs = good() | {"is_padding": torch.zeros(3, dtype=torch.bool)}
-    if name == "extra":
-        inputs["extra_payloads"] = [without_memory(*inputs["extra_payloads"])]
-    else:
-        inputs[name] = without_memory(inputs[name])
-    with pytest.raises(InputError, match=f"{name}.* of shape .* has no memory: its storage was"):
-        getattr(layer, verb)(**inputs)
-    assert_still_works(layer)
-
-
-@pytest.mark.parametrize("name", ["expert_output", "output", "add", "send_slots"])
-@pytest.mark.parametrize("verb", ["combine", "combine_async"])
-def test_combine_reads_no_address_of_nothing(verb: str, name: str, layer: MoeAllToAll) -> None:
-    """To the kernel, `add` without an address is a call without `add`."""
-    received = layer.dispatch(**good())
-    given: dict[str, Any] = {"expert_output": torch.zeros(CAPACITY, HIDDEN)}
-    metadata = received.metadata
-    if name == "send_slots":
-        metadata = other_metadata(received, send_slots=without_memory(metadata.send_slots))
-    else:
-        given[name] = without_memory(given.get(name, torch.zeros(3, HIDDEN)))
-    with pytest.raises(InputError, match=f"{name} of shape .* has no memory"):
-        getattr(layer, verb)(metadata=metadata, **given)
-    layer.combine(received.hidden_states, received.metadata)
-    assert_still_works(layer)
-
-
 def test_a_tensor_without_rows_needs_no_memory(layer: MoeAllToAll) -> None:
     received = layer.dispatch(**good(0))
     assert layer.combine(received.hidden_states, received.metadata).shape == (0, HIDDEN)
@@ -244,7 +208,7 @@ def test_lazy_views(view: str) -> None:
     """Dispatch has an op that resolves them, dispatch_async has none."""
     number = torch.complex(torch.ones(3), torch.full((3,), 5.0)).conj()
     lazy = (number if view == "conj" else number.imag).view(3, 1)
-    with MoeAllToAll.create(config(extra_payload_bytes=(8,)), ThreadGroup.ranks(1)[0]) as wide:
+    with alone(extra_payload_bytes=(8,)) as wide:
         with pytest.raises(InputError, match=r"an extra payload is a lazily .*resolve_conj\(\)"):
             wide.dispatch_async(**{**good(), "extra_payloads": [lazy]})
         received = wide.dispatch(**{**good(), "extra_payloads": [lazy]})
@@ -267,8 +231,8 @@ def test_results_without_memory(layer: MoeAllToAll, environment: None) -> None:
     assert_still_works(layer)
 
 
-#: A dense tensor of rows in another form, and what the error says of it.
-NOT_DENSE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+#: What may be wrong with a tensor of rows that has the right shape, and what the error says of it.
+NO_ROWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "nested": (
         lambda rows: torch.nested.nested_tensor([rows]),
         r"is a nested tensor, a verb reads one dense tensor; pass torch\.cat\({name}\.unbind\(\)\)",
@@ -283,39 +247,80 @@ NOT_DENSE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     ),
     "sparse rows": (torch.Tensor.to_sparse_csr, "has layout torch.sparse_csr"),
     "mkldnn": (torch.Tensor.to_mkldnn, "has layout torch._mkldnn"),
+    "freed": (without_memory, "of shape .* has no memory: its storage was"),
+    "gradient": (torch.Tensor.requires_grad_, "requires a gradient, .*inference_mode"),
 }
-each_form = pytest.mark.parametrize("form", NOT_DENSE)
+quiet = pytest.mark.filterwarnings("ignore:.*nested tensors|Sparse.*in beta state:UserWarning")
 
 
-@each_form
-@pytest.mark.parametrize("name", ["hidden_states", "topk_weights"])
+def spoiled(form: str, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """The tensor in this form, and the error that must follow."""
+    change, message = NO_ROWS[form]
+    return change(tensor), pytest.raises(InputError, match=f"^{name} " + message.format(name=name))
+
+
+@quiet
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        *itertools.product(NO_ROWS, ["hidden_states", "topk_weights"]),
+        *itertools.product(["freed"], ["topk_ids", "is_padding", r"extra_payloads\[0\]"]),
+    ],
+)
 @pytest.mark.parametrize("verb", ["dispatch", "dispatch_async"])
-@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
-@pytest.mark.filterwarnings("ignore:Sparse.*in beta state:UserWarning")
-def test_dispatch_reads_dense_tensors(verb: str, name: str, form: str, layer: MoeAllToAll) -> None:
-    """Of others torch itself raises errors, such as "Internal error: ... file an issue"."""
-    inputs = good()
-    change, message = NOT_DENSE[form]
-    inputs[name] = change(inputs[name])
-    with pytest.raises(InputError, match=f"^{name} {message.replace('{name}', name)}"):
+def test_dispatch_reads_no_other_tensors(
+    verb: str, form: str, name: str, layer: MoeAllToAll
+) -> None:
+    """Of some torch itself raises errors, such as "Internal error: ... file an issue"."""
+    inputs = good() | {"is_padding": torch.zeros(3, dtype=torch.bool)}
+    if name.startswith("extra_payloads"):
+        payload, refused = spoiled(form, name, *inputs["extra_payloads"])
+        inputs["extra_payloads"] = [payload]
+    else:
+        inputs[name], refused = spoiled(form, name, inputs[name])
+    with refused:
         getattr(layer, verb)(**inputs)
     assert_still_works(layer)
 
 
-@each_form
-@pytest.mark.parametrize("name", ["expert_output", "output", "add"])
+@quiet
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        pair
+        for pair in itertools.product(NO_ROWS, ["expert_output", "output", "add"])
+        if pair != ("gradient", "output")
+    ]
+    + [("freed", "send_slots")],
+)
 @pytest.mark.parametrize("verb", ["combine", "combine_async"])
-@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
-@pytest.mark.filterwarnings("ignore:Sparse.*in beta state:UserWarning")
-def test_combine_reads_dense_tensors(verb: str, name: str, form: str, layer: MoeAllToAll) -> None:
+def test_combine_reads_no_other_tensors(
+    verb: str, form: str, name: str, layer: MoeAllToAll
+) -> None:
+    """To the kernel, `add` without an address is a call without `add`."""
     received = layer.dispatch(**good())
-    given = {"expert_output": torch.zeros(CAPACITY, HIDDEN)}
-    change, message = NOT_DENSE[form]
-    given[name] = change(given.get(name, torch.zeros(3, HIDDEN)))
-    with pytest.raises(InputError, match=f"^{name} {message.replace('{name}', name)}"):
-        getattr(layer, verb)(metadata=received.metadata, **given)
+    given: dict[str, Any] = {"expert_output": torch.zeros(CAPACITY, HIDDEN)}
+    metadata = received.metadata
+    if name == "send_slots":
+        slots, refused = spoiled(form, f"metadata.{name}", metadata.send_slots)
+        metadata = metadata._replace(send_slots=slots)
+    else:
+        given[name], refused = spoiled(form, name, given.get(name, torch.zeros(3, HIDDEN)))
+    with refused:
+        getattr(layer, verb)(metadata=metadata, **given)
     layer.combine(received.hidden_states, received.metadata)
     assert_still_works(layer)
+
+
+def test_gradients_that_nobody_records_pass(layer: MoeAllToAll) -> None:
+    inputs = good()
+    for name in ("hidden_states", "topk_weights"):
+        inputs[name].requires_grad_()
+    with torch.no_grad():
+        metadata = layer.dispatch(**inputs).metadata
+    rows = torch.zeros(CAPACITY, HIDDEN, requires_grad=True)
+    with torch.inference_mode():
+        layer.combine(rows, metadata, add=torch.zeros(3, HIDDEN, requires_grad=True))
 
 
 def test_torchs_errors_about_dense_tensors_stay(
@@ -332,167 +337,107 @@ def test_torchs_errors_about_dense_tensors_stay(
     assert_still_works(layer)
 
 
-@pytest.mark.parametrize("name", ["hidden_states", "topk_weights"])
-@pytest.mark.parametrize("verb", ["dispatch", "dispatch_async"])
-def test_no_gradient_passes_dispatch(name: str, verb: str, layer: MoeAllToAll) -> None:
-    inputs = good()
-    inputs[name].requires_grad_()
-    with pytest.raises(InputError, match=f"{name} requires a gradient, .*inference_mode"):
-        getattr(layer, verb)(**inputs)
-    with torch.no_grad():
-        received = layer.dispatch(**inputs)
-        layer.combine(received.hidden_states, received.metadata)
+def always(given: dict[str, Any]) -> Callable[[MoeAllToAll, Dispatched], dict[str, Any]]:
+    return lambda _layer, _received: given
 
 
-@pytest.mark.parametrize("name", ["expert_output", "add"])
-@pytest.mark.parametrize("verb", ["combine", "combine_async"])
-def test_no_gradient_passes_combine(name: str, verb: str, layer: MoeAllToAll) -> None:
-    received = layer.dispatch(**good())
-    given: dict[str, Any] = {
-        "expert_output": torch.zeros(CAPACITY, HIDDEN),
-        "add": torch.zeros(3, HIDDEN),
-    }
-    given[name].requires_grad_()
-    with pytest.raises(InputError, match=f"{name} requires a gradient"):
-        getattr(layer, verb)(metadata=received.metadata, **given)
-    with torch.inference_mode():
-        layer.combine(metadata=received.metadata, **given)
+#: A good value of each tensor of combine, for which shape, type and place are asked.
+ROWS = {"expert_output": torch.zeros(CAPACITY, HIDDEN)}
+ROWS |= dict.fromkeys(("output", "add"), torch.zeros(3, HIDDEN))
 
-
-SLOTS = CAPACITY
-BAD_COMBINES: dict[str, tuple[Callable[[Dispatched], tuple[Any, ...]], str]] = {
-    "rows": (
-        lambda r: (torch.randn(SLOTS - 1, HIDDEN), r.metadata),
-        r"expert_output has shape \[3, 8\], expected \[4, 8\]",
-    ),
-    "dtype": (
-        lambda r: (torch.randn(SLOTS, HIDDEN).half(), r.metadata),
-        "expert_output has dtype torch.float16",
-    ),
-    "strides": (
-        lambda r: (torch.randn(HIDDEN, SLOTS).T, r.metadata),
-        "expert_output is not contiguous",
-    ),
-    "device": (
-        lambda r: (torch.empty(SLOTS, HIDDEN, device="meta"), r.metadata),
-        "is on meta, this exchange works on cpu",
-    ),
-    "output shape": (
-        lambda r: (r.hidden_states, r.metadata, torch.empty(2, HIDDEN)),
-        r"output has shape \[2, 8\], expected \[3, 8\]",
-    ),
-    "output dtype": (
-        lambda r: (r.hidden_states, r.metadata, torch.empty(3, HIDDEN).double()),
-        "output has dtype torch.float64",
-    ),
-    "output strides": (
-        lambda r: (r.hidden_states, r.metadata, torch.empty(HIDDEN, 3).T),
-        "output is not contiguous",
-    ),
+#: What is given to combine instead of good arguments, by the layer and what a dispatch returned.
+BAD_COMBINES: dict[str, tuple[Callable[[MoeAllToAll, Dispatched], dict[str, Any]], str]] = {
+    **{
+        f"{name} {wrong}": (always({name: bad}), f"{name} {said}")
+        for name, good in ROWS.items()
+        for wrong, bad, said in (
+            ("shape", good[1:], rf"has shape \[{len(good) - 1}, 8\], expected \[{len(good)}, 8\]"),
+            ("dtype", good.half(), "has dtype torch.float16, expected torch.float32; convert it"),
+            ("strides", good.T.contiguous().T, r"is not contiguous \(strides .*; call .contiguous"),
+            ("device", good.to("meta"), "is on meta, this exchange works on cpu"),
+        )
+    },
     "another layer's metadata": (
-        lambda r: (r.hidden_states, other_metadata(r, handle=10**6)),
+        lambda layer, r: {"metadata": r.metadata._replace(handle=10**6)},
         "metadata belongs to exchange 1000000",
     ),
     "metadata without top_k": (
-        lambda r: (r.hidden_states, other_metadata(r, send_slots=r.metadata.send_slots[:, :1])),
+        lambda layer, r: {"metadata": with_slots(r, r.metadata.send_slots[:, :1])},
         r"metadata.send_slots has shape \[3, 1\]",
     ),
     "metadata of too many tokens": (
-        lambda r: (
-            r.hidden_states,
-            other_metadata(r, send_slots=torch.zeros(9, TOP_K, dtype=torch.int32)),
-        ),
+        lambda layer, r: {"metadata": with_slots(r, torch.zeros(9, TOP_K, dtype=torch.int32))},
         "metadata of 9 tokens exceeds max_tokens=4 of the dispatch",
     ),
     "no metadata": (
-        lambda r: (r.hidden_states, None),
+        lambda layer, r: {"metadata": None},
         "metadata is a NoneType; pass the metadata that dispatch returned",
     ),
-    "rows that are no tensor": (
-        lambda r: ([[0.0] * HIDDEN] * SLOTS, r.metadata),
-        "expert_output=.* is a list, not a tensor",
-    ),
-    "no rows": (lambda r: (None, r.metadata), "expert_output=None is a NoneType, not a tensor"),
     "metadata channel": (
-        lambda r: (r.hidden_states, other_metadata(r, channel=7)),
+        lambda layer, r: {"metadata": r.metadata._replace(channel=7)},
         "channel=7 is not below num_channels=2",
     ),
-}
-
-
-@pytest.mark.parametrize("name", BAD_COMBINES)
-def test_combine_refuses(name: str, layer: MoeAllToAll) -> None:
-    """The dispatch before stays to be combined."""
-    arguments, message = BAD_COMBINES[name]
-    inputs = good()
-    received = layer.dispatch(**inputs)
-    rows, metadata, *output = arguments(received)
-    with pytest.raises(InputError, match=message):
-        layer.combine(rows, metadata, output=output[0] if output else None)
-    combined = layer.combine(received.hidden_states.clone(), received.metadata)
-    assert torch.equal(combined, inputs["hidden_states"])
-
-
-BAD_ADDS: dict[str, tuple[Callable[[MoeAllToAll], dict[str, Any]], str]] = {
-    "add shape": (
-        lambda layer: {"add": torch.zeros(2, HIDDEN)},
-        r"add has shape \[2, 8\], expected \[3, 8\]",
+    "rows that are no tensor": (
+        lambda layer, r: {"expert_output": [[0.0] * HIDDEN] * CAPACITY},
+        "expert_output=.* is a list, not a tensor",
     ),
-    "add dtype": (
-        lambda layer: {"add": torch.zeros(3, HIDDEN).half()},
-        "add has dtype torch.float16, expected torch.float32; convert it first",
-    ),
-    "add strides": (
-        lambda layer: {"add": torch.zeros(HIDDEN, 3).T},
-        r"add is not contiguous \(strides \[1, 3\]\); call .contiguous",
-    ),
-    "add device": (
-        lambda layer: {"add": torch.empty(3, HIDDEN, device="meta")},
-        "is on meta, this exchange works on cpu",
+    "no rows": (
+        lambda layer, r: {"expert_output": None},
+        "expert_output=None is a NoneType, not a tensor",
     ),
     "add in the combine region": (
-        lambda layer: {"add": layer.combine_input()[:3]},
+        lambda layer, r: {"add": layer.combine_input()[:3]},
         "add lies at 0x[0-9a-f]+, in the exchange's workspace .*; pass a copy",
     ),
     "add across the output": (
-        lambda layer: overlapping(torch.zeros(4, HIDDEN)),
+        lambda layer, r: overlapping("add", "output"),
         "add overlaps output, which begins 32 bytes after it; pass the same memory or",
     ),
     "output before add": (
-        lambda layer: overlapping(torch.zeros(4, HIDDEN), names=("output", "add")),
+        lambda layer, r: overlapping("output", "add"),
         "add overlaps output, which begins -32 bytes after it",
     ),
-    "scale text": (lambda layer: {"scale": "2"}, "scale='2' is a str, it must be a real number"),
-    "scale None": (lambda layer: {"scale": None}, "scale=None is a NoneType"),
-    "scale bool": (lambda layer: {"scale": True}, "scale=True is a bool"),
-    "scale tensor": (
-        lambda layer: {"scale": torch.tensor(2.0)},
-        r"scale=tensor\(2.\) is a Tensor, .*pass scale.item\(\)",
-    ),
-    "width text": (lambda layer: {"hidden_size": "4"}, "hidden_size='4' is a str"),
-    "add that is no tensor": (lambda layer: {"add": 1.0}, "add=1.0 is a float, not a tensor"),
-    "scale NaN": (lambda layer: {"scale": float("nan")}, "scale=nan is no finite number of float"),
-    "scale infinity": (lambda layer: {"scale": float("-inf")}, "scale=-inf is no finite number"),
-    "scale beyond float32": (
-        lambda layer: {"scale": 3.5e38},
-        r"scale=3.5e\+38 is no finite number of float32 \(at most 3.4028.*e\+38 in magnitude\); ",
-    ),
+    **{
+        f"{name}={value!r}": (always({name: value}), said)
+        for name, value, said in (
+            ("scale", "2", "scale='2' is a str, it must be a real number"),
+            ("scale", None, "scale=None is a NoneType"),
+            ("scale", True, "scale=True is a bool"),
+            ("scale", torch.tensor(2.0), r"scale=tensor\(2.\) is a Tensor, .*pass scale.item\(\)"),
+            ("scale", float("nan"), "scale=nan is no finite number of float"),
+            ("scale", float("-inf"), "scale=-inf is no finite number"),
+            (
+                "scale",
+                3.5e38,
+                r"3.5e\+38 is no .* float32 \(at most 3.4028.*e\+38 in magnitude\); ",
+            ),
+            ("hidden_size", "4", "hidden_size='4' is a str"),
+            ("add", 1.0, "add=1.0 is a float, not a tensor"),
+        )
+    },
 }
 
 
-def overlapping(memory: torch.Tensor, names: tuple[str, str] = ("add", "output")) -> dict[str, Any]:
+def with_slots(received: Dispatched, slots: torch.Tensor) -> Any:
+    return received.metadata._replace(send_slots=slots)
+
+
+def overlapping(first: str, second: str) -> dict[str, Any]:
     """Rows of three tokens in memory of four; the second name's begin one later."""
-    return dict(zip(names, (memory[:3], memory[1:]), strict=True))
+    memory = torch.zeros(4, HIDDEN)
+    return {first: memory[:3], second: memory[1:]}
 
 
-@pytest.mark.parametrize("name", BAD_ADDS)
-def test_combine_refuses_what_it_cannot_add(name: str, layer: MoeAllToAll) -> None:
+@pytest.mark.parametrize("name", BAD_COMBINES)
+@pytest.mark.parametrize("verb", ["combine", "combine_async"])
+def test_combine_refuses(name: str, verb: str, layer: MoeAllToAll) -> None:
     """The dispatch before stays to be combined."""
-    changes, message = BAD_ADDS[name]
+    changes, message = BAD_COMBINES[name]
     inputs = good()
     received = layer.dispatch(**inputs)
+    usual: dict[str, Any] = {"expert_output": received.hidden_states, "metadata": received.metadata}
     with pytest.raises(InputError, match=message):
-        layer.combine(received.hidden_states, received.metadata, **changes(layer))
+        getattr(layer, verb)(**usual | changes(layer, received))
     combined = layer.combine(received.hidden_states.clone(), received.metadata)
     assert torch.equal(combined, inputs["hidden_states"])
 
@@ -507,8 +452,8 @@ def test_the_largest_scale(layer: MoeAllToAll) -> None:
 
 def test_slots_outside_the_buffers_are_no_rows(layer: MoeAllToAll) -> None:
     received = layer.dispatch(**good())
-    slots = torch.tensor([[-5, 10**6], [2**31 - 1, -(2**31)], [SLOTS, -1]], dtype=torch.int32)
-    combined = layer.combine(received.hidden_states, other_metadata(received, send_slots=slots))
+    slots = torch.tensor([[-5, 10**6], [2**31 - 1, -(2**31)], [CAPACITY, -1]], dtype=torch.int32)
+    combined = layer.combine(received.hidden_states, with_slots(received, slots))
     assert not bool(combined.any())
 
 
@@ -559,10 +504,5 @@ def test_configurations_of_another_class(given: Any, message: str) -> None:
 def test_the_cpu_with_a_number_is_the_cpu() -> None:
     """torch's tensors are on "cpu", whatever number was asked for."""
     (group,) = ThreadGroup.ranks(1)
-    config = AllToAllConfig(
-        ep_size=1, ep_rank=0, num_experts=2, top_k=1, hidden_size=4, max_tokens_per_rank=2
-    )
-    with MoeAllToAll.create(config, group, torch.device("cpu", 0)) as exchange:
-        ids = torch.zeros((1, 1), dtype=torch.int32)
-        rows = torch.ones((1, 4), dtype=torch.bfloat16)
-        assert exchange.dispatch(rows, ids, torch.ones((1, 1))).recv_counts.tolist() == [1]
+    with MoeAllToAll.create(config(), group, torch.device("cpu", 0)) as exchange:
+        assert exchange.dispatch(**plain()).recv_counts.tolist() == [3]

@@ -6,17 +6,9 @@ import pytest
 import torch
 
 from moe_nvlink_plugin import MoeAllToAll
-from moe_nvlink_plugin.errors import (
-    ExchangeStateError,
-    InputError,
-)
+from moe_nvlink_plugin.errors import ExchangeStateError, InputError
 from moe_nvlink_plugin.testing import ThreadGroup
-from tests.core.exchange.small_exchange import (
-    assert_still_works,
-    config,
-    good,
-    other_metadata,
-)
+from tests.core.exchange.small_exchange import assert_still_works, config, good, plain
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -27,7 +19,7 @@ def test_combine_without_dispatch(layer: MoeAllToAll) -> None:
     with pytest.raises(ExchangeStateError, match="combine without dispatch on channel 0"):
         layer.combine(received.hidden_states, received.metadata)
     with pytest.raises(ExchangeStateError, match="on channel 1"):
-        layer.combine(received.hidden_states, other_metadata(received, channel=1))
+        layer.combine(received.hidden_states, received.metadata._replace(channel=1))
     assert_still_works(layer)
 
 
@@ -52,12 +44,11 @@ def test_dispatch_twice(layer: MoeAllToAll) -> None:
 
 
 def test_a_second_layer_may_not_come_between() -> None:
-    (group,) = ThreadGroup.ranks(1)
+    (group,), inputs = ThreadGroup.ranks(1), plain()
     with (
         MoeAllToAll.create(config(), group) as first,
         MoeAllToAll.create(config(), group, share_with=first) as second,
     ):
-        inputs = {**good(), "extra_payloads": ()}
         received = first.dispatch(**inputs)
         with pytest.raises(ExchangeStateError, match="dispatch twice"):
             second.dispatch(**inputs)

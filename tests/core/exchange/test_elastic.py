@@ -114,18 +114,16 @@ def live(
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(CASE, id="large"),
-        pytest.param(dataclasses.replace(CASE, small=True), id="small"),
-        pytest.param(dataclasses.replace(CASE, num_channels=2), id="two channels"),
-        pytest.param(dataclasses.replace(CASE, num_expert_counts=8), id="counts"),
-        pytest.param(
-            dataclasses.replace(
-                cases.with_formats(CASE, "fp8_block", "fp8_block"), dtype=torch.bfloat16
-            ),
-            id="fp8_block both ways",
+        CASE,
+        dataclasses.replace(CASE, small=True),
+        dataclasses.replace(CASE, num_channels=2),
+        dataclasses.replace(CASE, num_expert_counts=8),
+        cases.with_formats(
+            dataclasses.replace(CASE, dtype=torch.bfloat16), "fp8_block", "fp8_block"
         ),
-        pytest.param(dataclasses.replace(CASE, received_ids="elsewhere"), id="elsewhere"),
+        dataclasses.replace(CASE, received_ids="elsewhere"),
     ],
+    ids=["large", "small", "two channels", "counts", "fp8_block both ways", "elsewhere"],
 )
 def test_ranks_come_and_go(case: Case) -> None:
     num_layers = 2
@@ -162,6 +160,11 @@ def created(meet: Meetings, place: int, places: Sequence[int] = (0, 1), **more: 
     return MoeAllToAll.create(config, meet("create", place, places))
 
 
+def joined(meet: Meetings, place: int, places: Sequence[int] = (0, 1, 2)) -> MoeAllToAll:
+    (layer,) = MoeAllToAll.join([config_of(PAIR, place, places)], meet("join", place, places))
+    return layer
+
+
 def right(layer: MoeAllToAll, stage: int) -> Seen:
     """A round; a test that has the results of all ranks checks them by all_right."""
     return cases.run_round(layer, at_stage(PAIR, stage, 0, layer.places)[1][layer.config.ep_rank])
@@ -187,7 +190,7 @@ def test_a_renewal_that_has_failed_is_repeated(monkeypatch: pytest.MonkeyPatch) 
         if place == 2:
             poor.has_none = True
             with pytest.raises(TransportError, match="no room"):
-                MoeAllToAll.join([config_of(PAIR, 2, (0, 1, 2))], meet("join", 2, (0, 1, 2)))
+                joined(meet, 2)
             return None
         with created(meet, place) as layer:
             received = cases.dispatch(layer, at_stage(PAIR, 0, 0, (0, 1))[1][place])
@@ -200,10 +203,9 @@ def test_a_renewal_that_has_failed_is_repeated(monkeypatch: pytest.MonkeyPatch) 
             received.hidden_states.sum()  # its content is gone, its addresses are not
             with pytest.raises(ExchangeStateError, match=r"call renew\(\) again"):
                 right(layer, 1)
-            with pytest.raises(ExchangeStateError, match="has no memory"):
-                layer.mask()
-            with pytest.raises(ExchangeStateError, match="has no memory"):
-                layer.fault_words()
+            for call in (layer.mask, layer.fault_words):
+                with pytest.raises(ExchangeStateError, match="has no memory"):
+                    call()
             layer.renew(meet("again", place, (0, 1)), (0, 1))
             seen = right(layer, 1)
             assert layer.stats().rounds == before.rounds + 1
@@ -218,9 +220,7 @@ def test_counters_and_addresses_stay() -> None:
 
     def body(place: int) -> Any:
         if place == 2:
-            configs = [config_of(PAIR, 2, (0, 1, 2))]
-            (layer,) = MoeAllToAll.join(configs, meet("join", 2, (0, 1, 2)))
-            with layer:
+            with joined(meet, 2) as layer:
                 return right(layer, 1)
         with created(meet, place) as layer:
             for _ in range(3):
@@ -247,9 +247,7 @@ def test_what_was_prepared_before_serves_newcomers() -> None:
     def body(place: int) -> Any:
         inputs = at_stage(PAIR, 7, 0, (0, 1, 2))[1][place]
         if place == 2:
-            configs = [config_of(PAIR, 2, (0, 1, 2))]
-            (layer,) = MoeAllToAll.join(configs, meet("join", 2, (0, 1, 2)))
-            with layer:
+            with joined(meet, 2) as layer:
                 return cases.run_round(layer, inputs).combined
         with created(meet, place) as layer:
             channel = layer._layer.channel(0)

@@ -9,35 +9,25 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.exchange.channel import Channel
 from moe_nvlink_plugin.exchange.layer import LayerExchange
-from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
+from moe_nvlink_plugin.testing import random_inputs
+from tests.core.exchange.small_exchange import alone
 
 pytestmark = pytest.mark.timeout(240)
 
-CAPACITY, HIDDEN = 16, 24
+HIDDEN = 24
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture
 def layer() -> Iterator[MoeAllToAll]:
     torch._dynamo.reset()
-    (group,) = ThreadGroup.ranks(1)
-    config = AllToAllConfig(
-        ep_size=1,
-        ep_rank=0,
-        num_experts=8,
-        top_k=2,
-        hidden_size=HIDDEN,
-        max_tokens_per_rank=CAPACITY,
-        dtype=torch.float32,
-        timeout_s=20,
-        extra_payload_bytes=(HIDDEN * 4,),
-    )
+    sizes = {"num_experts": 8, "hidden_size": HIDDEN, "max_tokens_per_rank": 16}
     # Code compiled before must not answer for what is compiled now.
     uncached = torch.compiler.config.patch(force_disable_caches=True)  # type: ignore[attr-defined]
-    with MoeAllToAll.create(config, group) as exchange, uncached:
+    with alone(**sizes, extra_payload_bytes=(HIDDEN * 4,)) as exchange, uncached:
         yield exchange
 
 

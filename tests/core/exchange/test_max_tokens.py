@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll
+from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.errors import DisagreementError, InputError
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
 from tests.core.exchange.opcheck import opcheck_dispatch
+from tests.core.exchange.small_exchange import sized
 from tests.kernels.exchange.test_received import filled_places, laid_out
 
 pytestmark = pytest.mark.timeout(240)
@@ -25,18 +26,7 @@ BOUNDS = (1, 4, CAPACITY, 2, 2, 5, CAPACITY, 1)
 UNTOUCHED = 77
 
 
-def config(group: ThreadGroup, **values: Any) -> AllToAllConfig:
-    usual: dict[str, Any] = {
-        "num_experts": NUM_EXPERTS,
-        "top_k": 3,
-        "hidden_size": HIDDEN,
-        "max_tokens_per_rank": CAPACITY,
-        "dtype": torch.float32,
-        "timeout_s": 60,
-    }
-    return AllToAllConfig(ep_size=group.size, ep_rank=group.rank, **{**usual, **values})
-
-
+config = sized(num_experts=NUM_EXPERTS, top_k=3, hidden_size=HIDDEN, max_tokens_per_rank=CAPACITY)
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -60,6 +50,16 @@ def experts(layer: MoeAllToAll, received: Dispatched) -> torch.Tensor:
     factors = torch.where(mine, (ids + 1) * received.topk_weights, 0.0).sum(1, keepdim=True)
     empty = (ids < 0).all(1, keepdim=True)
     return torch.where(empty, torch.nan, factors * received.hidden_states)
+
+
+def check_combine(
+    layer: MoeAllToAll, received: Dispatched, inputs: Inputs, *, zero_copy: bool = False
+) -> None:
+    rows = experts(layer, received)
+    if zero_copy:
+        rows = layer.combine_input(metadata=received.metadata).copy_(rows)
+    combined = layer.combine(rows, received.metadata)
+    torch.testing.assert_close(combined, dense(inputs), rtol=1e-5, atol=1e-5)
 
 
 def tokens_of(rank: int, number: int, bound: int) -> int:
@@ -94,11 +94,7 @@ def test_bounds_that_change_from_round_to_round(ep_size: int, num_threads: int) 
                 assert bool((everything[ep_size * bound :] == UNTOUCHED).all())
                 slots = received.metadata.send_slots
                 assert bool((slots < ep_size * bound).all())
-                rows = experts(layer, received)
-                if number % 2:
-                    rows = layer.combine_input(metadata=received.metadata).copy_(rows)
-                combined = layer.combine(rows, received.metadata)
-                torch.testing.assert_close(combined, dense(inputs), rtol=1e-5, atol=1e-5)
+                check_combine(layer, received, inputs, zero_copy=bool(number % 2))
 
     run_ranks(ep_size, rank_main)
 
@@ -125,23 +121,19 @@ def test_scales_lie_in_the_slots_of_the_call(recipe: str, layout: str) -> None:
                 for one in (linear, layer):
                     received = one.dispatch(*inputs, max_tokens=bound)
                     assert received.scales is not None
-                    copy = torch.empty_strided(
-                        received.scales.shape, received.scales.stride(), dtype=received.scales.dtype
-                    )
-                    scales.append(copy.copy_(received.scales))
+                    scales.append(received.scales.clone(memory_format=torch.preserve_format))
                     filled = (received.topk_ids >= 0).any(1)
                     one.combine(one.combine_input(metadata=received.metadata), received.metadata)
                 expected = laid_out(layout, scales[0])
                 assert scales[1].shape == expected.shape
                 assert scales[1].stride() == expected.stride() or expected.shape[-1] == 1
                 here = filled_places(layout, filled, scales[0].shape[1])
-                assert torch.equal(scales[1][here].view(torch.uint8), _bytes(expected[here]))
+                found, wanted = (
+                    one[here].contiguous().view(torch.uint8) for one in (scales[1], expected)
+                )
+                assert torch.equal(found, wanted)
 
     run_ranks(2, rank_main)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
 
 
 def test_extra_payloads_lie_in_the_slots_of_the_call() -> None:
@@ -180,8 +172,7 @@ def test_layers_of_another_geometry_on_the_same_workspace() -> None:
                     inputs = inputs_of(layer, tokens, 10 * number + group.rank)
                     received = layer.dispatch(*inputs, max_tokens=most)
                     check_slots(received, group.size, most)
-                    combined = layer.combine(experts(layer, received), received.metadata)
-                    torch.testing.assert_close(combined, dense(inputs), rtol=1e-5, atol=1e-5)
+                    check_combine(layer, received, inputs)
 
     run_ranks(2, rank_main)
 
@@ -238,9 +229,7 @@ def test_the_memory_for_the_experts_output(alone: MoeAllToAll) -> None:
 
 def _still_works(layer: MoeAllToAll) -> None:
     inputs = inputs_of(layer, 3)
-    received = layer.dispatch(*inputs, max_tokens=3)
-    combined = layer.combine(experts(layer, received), received.metadata)
-    torch.testing.assert_close(combined, dense(inputs), rtol=1e-5, atol=1e-5)
+    check_combine(layer, layer.dispatch(*inputs, max_tokens=3), inputs)
 
 
 def test_ranks_that_pass_different_bounds() -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.errors import InputError
 from moe_nvlink_plugin.exchange import ops
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
+from tests.core.exchange import small_exchange
 from tests.core.exchange.opcheck import opcheck_dispatch
 from tests.support.ranks import run_processes
 
@@ -46,25 +48,18 @@ SCHEMAS = {
 }
 
 
-def config(**values: Any) -> AllToAllConfig:
-    usual: dict[str, Any] = {
-        "ep_size": 1,
-        "ep_rank": 0,
-        "num_experts": 6,
-        "top_k": 3,
-        "hidden_size": 24,
-        "max_tokens_per_rank": CAPACITY,
-        "dtype": torch.float32,
-        "timeout_s": 120,
-    }
-    return AllToAllConfig(**{**usual, **values})
+def config(ep_size: int = 1, ep_rank: int = 0, **values: Any) -> AllToAllConfig:
+    sizes = {"num_experts": 6, "top_k": 3, "hidden_size": 24, "max_tokens_per_rank": CAPACITY}
+    return small_exchange.config(ep_size, ep_rank, timeout_s=120, **sizes, **values)
+
+
+def alone(**values: Any) -> MoeAllToAll:
+    return MoeAllToAll.create(config(**values), ThreadGroup.ranks(1)[0])
 
 
 @pytest.fixture
 def layer() -> Iterator[MoeAllToAll]:
-    (group,) = ThreadGroup.ranks(1)
-    options = config(extra_payload_bytes=(5,), num_expert_counts=2)
-    with MoeAllToAll.create(options, group) as exchange:
+    with alone(extra_payload_bytes=(5,), num_expert_counts=2) as exchange:
         yield exchange
 
 
@@ -98,33 +93,22 @@ def test_opcheck_dispatch(layer: MoeAllToAll) -> None:
     opcheck_dispatch(layer, dispatch_arguments(layer))
 
 
-def test_opcheck_received(layer: MoeAllToAll) -> None:
-    arguments = dispatch_arguments(layer)
-    counts = ops.dispatch(*arguments)[3]
-    like = arguments[5][0]
-    torch.library.opcheck(
-        torch.ops.moe_nvlink.received.default, (counts, like, 0, layer._layer.handle, 0)
-    )
-
-
-def test_opcheck_received_expert_counts(layer: MoeAllToAll) -> None:
-    counts = ops.dispatch(*dispatch_arguments(layer))[3]
-    assert ops.received_expert_counts(counts, layer._layer.handle, 0).tolist() == [[3, 4]]
-    torch.library.opcheck(
-        torch.ops.moe_nvlink.received_expert_counts.default, (counts, layer._layer.handle, 0)
-    )
+def test_opcheck_what_was_received(layer: MoeAllToAll) -> None:
+    arguments, handle = dispatch_arguments(layer), layer._layer.handle
+    counts, (like,) = ops.dispatch(*arguments)[3], arguments[5]
+    assert ops.received_expert_counts(counts, handle, 0).tolist() == [[3, 4]]
+    registered = torch.ops.moe_nvlink
+    torch.library.opcheck(registered.received.default, (counts, like, 0, handle, 0))
+    torch.library.opcheck(registered.received_expert_counts.default, (counts, handle, 0))
 
 
 @pytest.mark.parametrize("finish", [{}, {"add": torch.randn(7, 24), "scale": -0.5}])
-def test_opcheck_combine(finish: dict[str, Any], layer: MoeAllToAll) -> None:
-    arguments = (*combine_arguments(layer), layer._layer.handle, 0)
-    torch.library.opcheck(torch.ops.moe_nvlink.combine.default, arguments, finish)
-
-
-@pytest.mark.parametrize("finish", [{}, {"add": torch.randn(7, 24), "scale": -0.5}])
-def test_opcheck_combine_out(finish: dict[str, Any], layer: MoeAllToAll) -> None:
-    arguments = (*combine_arguments(layer), torch.empty(7, 24), layer._layer.handle, 0)
-    torch.library.opcheck(torch.ops.moe_nvlink.combine_out.default, arguments, finish)
+@pytest.mark.parametrize(("op", "output"), [("combine", []), ("combine_out", [torch.empty(7, 24)])])
+def test_opcheck_combine(
+    op: str, output: list[torch.Tensor], finish: dict[str, Any], layer: MoeAllToAll
+) -> None:
+    arguments = (*combine_arguments(layer), *output, layer._layer.handle, 0)
+    torch.library.opcheck(getattr(torch.ops.moe_nvlink, op).default, arguments, finish)
 
 
 def test_fakes_refuse_another_device(layer: MoeAllToAll) -> None:
@@ -159,37 +143,31 @@ class Functions(TorchFunctionMode):
 
 def test_ops_run_where_somebody_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """An eager verb that nobody sees takes the short way, and returns the same."""
-    called: list[str] = []
+    called = mock.Mock()
+    for name in ("dispatch", "combine"):
+        called.attach_mock(mock.Mock(side_effect=getattr(ops, name)), name)
+        monkeypatch.setattr(ops, name, getattr(called, name))
 
-    def noted(name: str) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            called.append(name)
-            return original[name](*arguments)
-
-        return call
-
-    original: dict[str, Any] = {name: getattr(ops, name) for name in ("dispatch", "combine")}
-    for name in original:
-        monkeypatch.setattr(ops, name, noted(name))
+    def names() -> list[str]:
+        found = [call[0] for call in called.mock_calls]
+        called.reset_mock()
+        return found
 
     def verbs(hidden: torch.Tensor) -> tuple[list[str], torch.Tensor]:
-        called.clear()
         received = exchange.dispatch(hidden, ids, weights)
         output = exchange.combine(received.hidden_states.detach().clone(), received.metadata)
-        return list(called), output
+        return names(), output
 
     hidden, ids, weights = inputs(7)
-    (group,) = ThreadGroup.ranks(1)
-    with MoeAllToAll.create(config(), group) as exchange:
+    with alone() as exchange:
         nobody, expected = verbs(hidden)
         with Names() as seen:
             by_mode, output = verbs(hidden)
         with torch.profiler.profile() as profile:
             by_profiler, _ = verbs(hidden)
-        called.clear()
         with pytest.raises(InputError, match="hidden_states requires a gradient"):
             exchange.dispatch(hidden.clone().requires_grad_(), ids, weights)
-        by_autograd = list(called)
+        by_autograd = names()
         by_subclass, _ = verbs(torch.nn.Parameter(hidden, requires_grad=False))
         with torch.no_grad():
             unrecorded, _ = verbs(hidden.clone().requires_grad_())
@@ -197,25 +175,25 @@ def test_ops_run_where_somebody_sees_them(monkeypatch: pytest.MonkeyPatch) -> No
             by_function_mode, _ = verbs(hidden)
         by_negative, negated = verbs(torch._neg_view(-hidden))
         # Where a transform cannot take an op, it says so; the kernel must not see its tensors.
-        called.clear()
         with pytest.raises(RuntimeError):
             torch.func.functionalize(lambda rows: exchange.dispatch(rows, ids, weights))(hidden)
-        by_transform = list(called)
+        by_transform = names()
     assert by_function_mode == ["dispatch", "combine"]
     assert by_negative[0] == by_transform[0] == "dispatch"
     assert torch.equal(negated, expected)
     assert (nobody, unrecorded) == ([], [])
     assert by_mode == by_profiler == seen.names == ["dispatch", "combine"]
     assert by_autograd[0] == by_subclass[0] == "dispatch"
-    assert {f"moe_nvlink::{name}" for name in original} <= {e.name for e in profile.events() or ()}
+    assert {"moe_nvlink::dispatch", "moe_nvlink::combine"} <= {
+        e.name for e in profile.events() or ()
+    }
     assert torch.equal(output, expected)
 
 
 def test_derivatives_are_refused() -> None:
     """Neither forward-mode AD nor torch.func.grad can pass the exchange, and would get zeros."""
     hidden, ids, weights = inputs(7)
-    (group,) = ThreadGroup.ranks(1)
-    with MoeAllToAll.create(config(), group) as layer:
+    with alone() as layer:
 
         def loss(rows: torch.Tensor) -> torch.Tensor:
             return layer.dispatch(rows, ids, weights).hidden_states.sum()
@@ -236,18 +214,13 @@ def test_derivatives_are_refused() -> None:
 
 def frames_of(verb: Callable[[], Any]) -> tuple[int, Any]:
     """Return how many Python functions a call enters, and what it returns."""
-    entered: list[str] = []
-
-    def note(frame: Any, event: str, _argument: Any) -> None:
-        if event == "call":
-            entered.append(frame.f_code.co_name)
-
-    sys.setprofile(note)
+    events: list[str] = []
+    sys.setprofile(lambda _frame, event, _argument: events.append(event))
     try:
         result = verb()
     finally:
         sys.setprofile(None)
-    return len(entered) - 1, result  # without the lambda
+    return events.count("call") - 1, result  # without the lambda
 
 
 @pytest.mark.parametrize("more", [False, True])
@@ -255,8 +228,8 @@ def test_eager_verbs_enter_few_functions(more: bool) -> None:
     """On the host an eager call costs about what the functions cost that it enters."""
     values: dict[str, Any] = {"extra_payload_bytes": (4,), "num_expert_counts": 6} if more else {}
     extras = [torch.zeros(7, dtype=torch.int32)] if more else []
-    (group,), tokens = ThreadGroup.ranks(1), inputs(7)
-    with MoeAllToAll.create(config(**values), group) as layer, torch.inference_mode():
+    tokens = inputs(7)
+    with alone(**values) as layer, torch.inference_mode():
         region = layer.combine_input()
         for _ in range(3):  # start-up lasts for two rounds
             sent, received = frames_of(lambda: layer.dispatch(*tokens, extras))
@@ -294,12 +267,34 @@ def moe_layer(
 @pytest.fixture
 def plain_layer() -> Iterator[MoeAllToAll]:
     torch._dynamo.reset()
-    (group,) = ThreadGroup.ranks(1)
-    with MoeAllToAll.create(config(), group) as exchange:
+    with alone() as exchange:
         yield exchange
 
 
 EXPERTS = torch.randn(6, 24, 24, generator=torch.Generator().manual_seed(9))
+
+
+def check_compiled(
+    layer: Callable[..., torch.Tensor],
+    all_num_tokens: tuple[int, ...],
+    *,
+    graphs: int = 1,
+    unbacked: bool = False,
+    backend: str = "aot_eager",
+    rtol: float | None = 0,
+    **options: Any,
+) -> None:
+    """Compiled whole, into so many graphs for all these batches, it returns the same."""
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, **options)
+    for number, num_tokens in enumerate(all_num_tokens):
+        arguments = inputs(num_tokens, number)
+        expected = layer(*arguments)
+        if unbacked:
+            for tensor in arguments:
+                torch._dynamo.decorators.mark_unbacked(tensor, 0)
+        torch.testing.assert_close(compiled(*arguments), expected, rtol=rtol, atol=rtol)
+    assert counter.frame_count == graphs
 
 
 def test_memory_for_the_experts_within_a_graph(plain_layer: MoeAllToAll) -> None:
@@ -321,69 +316,47 @@ def test_compiled_whole_with_any_number_of_tokens(
     plain_layer: MoeAllToAll, zero_copy: bool
 ) -> None:
     """One graph without breaks serves every token count; recompiling per value would fail here."""
-    counter = CompileCounterWithBackend("aot_eager")
     region = plain_layer.combine_input() if zero_copy else None
-
-    def layer(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return moe_layer(plain_layer, EXPERTS, hidden, ids, weights, region=region)
-
-    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
-    for number, num_tokens in enumerate((7, 16, 2, 9, 3, 15, 8)):
-        arguments = inputs(num_tokens, number)
-        expected = layer(*arguments)
-        torch.testing.assert_close(compiled(*arguments), expected, rtol=0, atol=0)
-    assert counter.frame_count == 1
+    check_compiled(
+        lambda rows, ids, weights: moe_layer(plain_layer, EXPERTS, rows, ids, weights, region),
+        (7, 16, 2, 9, 3, 15, 8),
+        dynamic=True,
+    )
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_one_graph_for_no_token_one_and_many(plain_layer: MoeAllToAll, backend: str) -> None:
     """Of sizes that dynamo may not look at; with dynamic=True alone 0 and 1 have a graph each."""
-    counter = CompileCounterWithBackend(backend)
-    compiled = torch.compile(
-        lambda *tensors: moe_layer(plain_layer, EXPERTS, *tensors), backend=counter, fullgraph=True
+    check_compiled(
+        lambda *tensors: moe_layer(plain_layer, EXPERTS, *tensors),
+        (7, 0, 1, 16, 2),
+        unbacked=True,
+        backend=backend,
+        rtol=None,
     )
-    for number, num_tokens in enumerate((7, 0, 1, 16, 2)):
-        arguments = inputs(num_tokens, number)
-        expected = moe_layer(plain_layer, EXPERTS, *arguments)
-        for tensor in arguments:
-            torch._dynamo.decorators.mark_unbacked(tensor, 0)
-        torch.testing.assert_close(compiled(*arguments), expected)
-    assert counter.frame_count == 1
 
 
 def test_compiled_with_automatic_dynamic_shapes(plain_layer: MoeAllToAll) -> None:
     """Without dynamic=True: the first graph is for one size, the second for all the others."""
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(
-        lambda *tensors: moe_layer(plain_layer, EXPERTS, *tensors), backend=counter, fullgraph=True
+    check_compiled(
+        lambda *tensors: moe_layer(plain_layer, EXPERTS, *tensors), (7, 16, 2, 9, 3), graphs=2
     )
-    for number, num_tokens in enumerate((7, 16, 2, 9, 3)):
-        arguments = inputs(num_tokens, number)
-        expected = moe_layer(plain_layer, EXPERTS, *arguments)
-        torch.testing.assert_close(compiled(*arguments), expected, rtol=0, atol=0)
-    assert counter.frame_count == 2
 
 
 def test_two_layers_in_one_graph_keep_their_order(plain_layer: MoeAllToAll) -> None:
     """Nothing but the op's own arguments tells the compiler that the second comes second."""
-    counter = CompileCounterWithBackend("aot_eager")
 
     def both(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         middle = moe_layer(plain_layer, EXPERTS, hidden, ids, weights)
         # Independent of the first, but for the exchange they share.
         return moe_layer(plain_layer, EXPERTS, hidden + 1.0, ids, weights) + middle
 
-    compiled = torch.compile(both, backend=counter, fullgraph=True, dynamic=True)
-    for num_tokens in (5, 11):
-        arguments = inputs(num_tokens)
-        torch.testing.assert_close(compiled(*arguments), both(*arguments), rtol=0, atol=0)
-    assert counter.frame_count == 1
+    check_compiled(both, (5, 11), dynamic=True)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_compiled_with_shared_experts(plain_layer: MoeAllToAll, in_place: bool) -> None:
     """What is added is computed in the graph; with a buffer for both it is overwritten there."""
-    counter = CompileCounterWithBackend("aot_eager")
     shared = torch.randn(24, 24, generator=torch.Generator().manual_seed(4))
 
     def layer(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -394,14 +367,10 @@ def test_compiled_with_shared_experts(plain_layer: MoeAllToAll, in_place: bool) 
             received.hidden_states * 2.0, received.metadata, output=output, add=add, scale=2.5
         )
 
-    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
-    for number, num_tokens in enumerate((7, 16, 2)):
-        hidden, ids, weights = inputs(num_tokens, number)
-        expected = hidden * 2.0 * 2.5 + torch.relu(hidden @ shared)
-        found = compiled(hidden, ids, weights)
-        torch.testing.assert_close(found, layer(hidden, ids, weights), rtol=0, atol=0)
-        torch.testing.assert_close(found, expected)
-    assert counter.frame_count == 1
+    check_compiled(layer, (7, 16, 2), dynamic=True)
+    hidden, ids, weights = inputs(7)
+    expected = hidden * 2.0 * 2.5 + torch.relu(hidden @ shared)
+    torch.testing.assert_close(layer(hidden, ids, weights), expected)
 
 
 # Two ranks.
@@ -424,7 +393,7 @@ def _in_step(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 def _compiled_rank(ep_rank: int, ep_size: int) -> list[bool]:
     """opcheck of both verbs, then the compiled layer against the eager one, with ragged counts."""
-    mine = config(ep_size=ep_size, ep_rank=ep_rank)
+    mine = config(ep_size, ep_rank)
     equal = []
     with (
         MoeAllToAll.create(mine, dist.group.WORLD) as exchange,
@@ -433,19 +402,11 @@ def _compiled_rank(ep_rank: int, ep_size: int) -> list[bool]:
         for verb in ("start_dispatch", "combine"):
             patch.setattr(exchange._layer, verb, _in_step(getattr(exchange._layer, verb)))
         hidden, ids, weights = inputs(4 + ep_rank, ep_rank)
-        pending = torch.zeros(1, dtype=torch.int64)
-        arguments: tuple[Any, ...]
-        arguments = (pending, hidden, None, ids, weights, [], None, exchange._layer.handle, 0)
-        opcheck_dispatch(exchange, arguments)
+        pending, handle = torch.zeros(1, dtype=torch.int64), exchange._layer.handle
+        opcheck_dispatch(exchange, (pending, hidden, None, ids, weights, [], None, handle, 0))
         rows = torch.randn(ep_size * CAPACITY, 24)
         slots = exchange.dispatch(hidden, ids, weights).metadata.send_slots
-        arguments = (
-            torch.full_like(pending, exchange._layer.handle),
-            rows,
-            slots,
-            exchange._layer.handle,
-            0,
-        )
+        arguments = (torch.full_like(pending, handle), rows, slots, handle, 0)
         torch.library.opcheck(torch.ops.moe_nvlink.combine.default, arguments)
         exchange._layer.workspace.pending.zero_()
         patch.undo()

@@ -6,6 +6,7 @@ ordinary call passes them, and needs no op.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,10 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeStateError, InputError, MoeNvlinkError
 from moe_nvlink_plugin.exchange import checks, ops
-from moe_nvlink_plugin.exchange.calls import Combine, Dispatch, DispatchMetadata
+from moe_nvlink_plugin.exchange.calls import Combine, Dispatch
 from moe_nvlink_plugin.exchange.ordinary import OrdinaryCalls, is_watched
-from moe_nvlink_plugin.testing import ThreadGroup
-from tests.core.exchange.small_exchange import CAPACITY, HIDDEN, TOP_K, config, good
+from tests.core.exchange.small_exchange import (
+    CAPACITY,
+    HIDDEN,
+    TOP_K,
+    alone,
+    assert_still_works,
+    good,
+    plain,
+)
 from tests.core.exchange.test_bad_input import BAD_DISPATCHES
 
 pytestmark = pytest.mark.timeout(120)
@@ -30,6 +38,7 @@ Change = Callable[[torch.Tensor], Any]
 
 #: Counts that the caller counts: another number than that of the experts.
 COUNTING = {"num_expert_counts": 3}
+QUANTISING: dict[str, Any] = {"recipe": "fp8_block", "hidden_size": 128, "dtype": torch.bfloat16}
 
 
 class Subclass(torch.Tensor):
@@ -111,13 +120,14 @@ def changed(layer: MoeAllToAll, tensor: torch.Tensor, name: str) -> Any:
 
 @pytest.fixture(params=["plain", "fp8_block", "counting"])
 def layer(request: pytest.FixtureRequest) -> Iterator[MoeAllToAll]:
-    forms: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "fp8_block": {"recipe": "fp8_block", "hidden_size": 128, "dtype": torch.bfloat16},
-        "counting": COUNTING,
-    }
-    (group,) = ThreadGroup.ranks(1)
-    with MoeAllToAll.create(config(**forms[request.param]), group) as made:
+    forms = {"plain": {}, "fp8_block": QUANTISING, "counting": COUNTING}
+    with alone(**forms[request.param]) as made:
+        yield made
+
+
+@pytest.fixture
+def simple() -> Iterator[MoeAllToAll]:
+    with alone() as made:
         yield made
 
 
@@ -182,22 +192,33 @@ def test_an_ordinary_dispatch_passes_all_checks(layer: MoeAllToAll, seed: int) -
     assert not all(outcomes)
 
 
+#: Changes that leave an argument as good as it was: of any, and of some.
+SAME = {"the same", "a copy", "a part"}
+MORE_SAME = {"topk_ids": "int32", "expert_output": "in the workspace", "send_slots": "int32"}
+MORE_SAME |= {"output": "missing", "add": "missing"}
+
+
+def ordinary_changes(
+    layer: MoeAllToAll, place: str, usual: dict[str, Any], agrees: Callable[[dict[str, Any]], bool]
+) -> set[str]:
+    """Those after which a call is ordinary: none but these, so that no question is idle."""
+    found = set()
+    for name in [*CHANGES, "in the workspace"]:
+        try:
+            fields = usual | {place: changed(layer, usual[place].clone(), name)}
+        except (RuntimeError, TypeError):
+            continue
+        if agrees(fields):
+            found.add(name)
+    return found
+
+
 @pytest.mark.parametrize("place", ["hidden_states", "topk_ids", "topk_weights"])
-def test_each_change_of_one_tensor(place: str) -> None:
-    """None but those that change nothing is ordinary, one by one, so that no question is idle."""
-    (group,) = ThreadGroup.ranks(1)
-    with MoeAllToAll.create(config(), group) as layer:
-        found = set()
-        for name in [*CHANGES, "in the workspace"]:
-            fields = dispatch_of(layer)
-            try:
-                fields[place] = changed(layer, fields[place], name)
-            except (RuntimeError, TypeError):
-                continue
-            if assert_agrees_on_dispatch(layer, fields):
-                found.add(name)
-    same = {"the same", "a copy", "a part"}
-    assert found == same | ({"int32"} if place == "topk_ids" else set())
+def test_each_change_of_one_tensor(place: str, simple: MoeAllToAll) -> None:
+    usual = dispatch_of(simple)
+    agrees = functools.partial(assert_agrees_on_dispatch, simple)
+    found = ordinary_changes(simple, place, usual, agrees)
+    assert found == SAME | {MORE_SAME.get(place, "the same")}
 
 
 def test_an_ordinary_call_has_no_more_than_that(layer: MoeAllToAll) -> None:
@@ -217,9 +238,7 @@ def test_an_ordinary_call_has_no_more_than_that(layer: MoeAllToAll) -> None:
 
 
 def test_quantised_rows_and_activations_are_told_apart() -> None:
-    (group,) = ThreadGroup.ranks(1)
-    forms: dict[str, Any] = {"recipe": "fp8_block", "hidden_size": 128, "dtype": torch.bfloat16}
-    with MoeAllToAll.create(config(**forms), group) as layer:
+    with alone(**QUANTISING) as layer:
         fields = dispatch_of(layer)
         made = quantised(layer, fields)
         ask = layer._layer.ordinary.quantiser_of
@@ -235,61 +254,39 @@ def test_quantised_rows_and_activations_are_told_apart() -> None:
 
 def test_what_a_dispatch_lacks_is_looked_at() -> None:
     """A scale that the recipe needs, and counts that the configuration asks for."""
-    lacking: tuple[dict[str, Any], ...] = (
-        {"recipe": "fp8_tensor", "hidden_size": 128, "dtype": torch.bfloat16},
-        {"recipe": "fp8_block", "hidden_size": 128, "dtype": torch.bfloat16} | COUNTING,
-        COUNTING,
-    )
-    for values in lacking:
-        (group,) = ThreadGroup.ranks(1)
-        with MoeAllToAll.create(config(**values), group) as layer:
+    for values in (QUANTISING | {"recipe": "fp8_tensor"}, QUANTISING | COUNTING, COUNTING):
+        with alone(**values) as layer:
             call = Dispatch(**dispatch_of(layer) | {"expert_counts": None})
             assert layer._layer.ordinary.quantiser_of(call) is None, values
 
 
-def test_tensors_of_another_device_are_not_ordinary() -> None:
-    (group,) = ThreadGroup.ranks(1)
-    with MoeAllToAll.create(config(), group) as layer:
-        inner, tokens = layer._layer, dispatch_of(layer)
-        calls = Dispatch(**tokens), combine_of(layer)
-        there = inner.format._replace(device=torch.device("cuda:0"))
-        for ordinary, expected in (
-            (inner.ordinary, (0, True)),
-            (OrdinaryCalls(there, range(0)), (None, False)),
-        ):
-            assert (ordinary.quantiser_of(calls[0]), ordinary.is_combine(calls[1])) == expected
+def test_tensors_of_another_device_are_not_ordinary(simple: MoeAllToAll) -> None:
+    inner = simple._layer
+    calls = Dispatch(**dispatch_of(simple)), combine_of(simple)
+    there = inner.format._replace(device=torch.device("cuda:0"))
+    for ordinary, expected in (
+        (inner.ordinary, (0, True)),
+        (OrdinaryCalls(there, range(0)), (None, False)),
+    ):
+        assert (ordinary.quantiser_of(calls[0]), ordinary.is_combine(calls[1])) == expected
 
 
 @pytest.mark.parametrize("place", ["expert_output", "send_slots", "output", "add"])
-def test_each_change_of_one_tensor_of_combine(place: str) -> None:
-    (group,) = ThreadGroup.ranks(1)
-    with MoeAllToAll.create(config(), group) as layer:
-        found = set()
-        usual = combine_of(layer, output=torch.zeros(3, HIDDEN), add=torch.zeros(3, HIDDEN))
-        for name in [*CHANGES, "in the workspace"]:
-            try:
-                call = usual._replace(**{place: changed(layer, getattr(usual, place), name)})
-            except (RuntimeError, TypeError):
-                continue
-            if agrees_on_combine(layer, call, CAPACITY):
-                found.add(name)
-    same = {"the same", "a copy", "a part"}
-    more: dict[str, set[str]] = {
-        "expert_output": {"in the workspace"},
-        "send_slots": {"int32"},
-        "output": {"missing"},
-        "add": {"missing"},
-    }
-    assert found == same | more[place]
+def test_each_change_of_one_tensor_of_combine(place: str, simple: MoeAllToAll) -> None:
+    usual = combine_of(simple, output=torch.zeros(3, HIDDEN), add=torch.zeros(3, HIDDEN))
+
+    def agrees(fields: dict[str, Any]) -> bool:
+        return agrees_on_combine(simple, Combine(**fields), CAPACITY)
+
+    found = ordinary_changes(simple, place, usual._asdict(), agrees)
+    assert found == SAME | {MORE_SAME[place]}
 
 
-def test_sums_that_are_added_to_in_place_are_ordinary() -> None:
-    (group,) = ThreadGroup.ranks(1)
-    with MoeAllToAll.create(config(), group) as layer:
-        sums = torch.zeros(4, HIDDEN)
-        for add, expected in ((sums[:3], True), (sums[1:], False)):
-            call = combine_of(layer, output=sums[:3], add=add)
-            assert layer._layer.ordinary.is_combine(call) == expected
+def test_sums_that_are_added_to_in_place_are_ordinary(simple: MoeAllToAll) -> None:
+    sums = torch.zeros(4, HIDDEN)
+    for add, expected in ((sums[:3], True), (sums[1:], False)):
+        call = combine_of(simple, output=sums[:3], add=add)
+        assert simple._layer.ordinary.is_combine(call) == expected
 
 
 def combine_of(layer: MoeAllToAll, **values: Any) -> Combine:
@@ -302,49 +299,33 @@ def combine_of(layer: MoeAllToAll, **values: Any) -> Combine:
 def test_bad_dispatches_without_extra_payloads(name: str) -> None:
     """As test_bad_input.py, where an extra payload keeps each call from being ordinary."""
     values, message = BAD_DISPATCHES[name]
-    (group,) = ThreadGroup.ranks(1)
-    with MoeAllToAll.create(config(extra_payload_bytes=(6,), num_channels=2), group) as layer:
-        inputs = good() | {"extra_payloads": []}
-        layer.combine(layer.dispatch(**inputs).hidden_states.clone(), last(layer))
+    with alone(extra_payload_bytes=(6,), num_channels=2) as layer:
+        assert_still_works(layer, plain())
         if "extra_payloads" in values and "hidden_states" in values:
             values = values | {"extra_payloads": []}
         with pytest.raises(MoeNvlinkError, match=message):
-            layer.dispatch(**inputs | values)
-        received = layer.dispatch(**inputs)
-        assert torch.equal(
-            layer.combine(received.hidden_states.clone(), received.metadata),
-            inputs["hidden_states"],
-        )
+            layer.dispatch(**plain() | values)
+        assert_still_works(layer, plain())
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
-def test_what_torch_refuses_to_tell_hides_no_other_error() -> None:
+def test_what_torch_refuses_to_tell_hides_no_other_error(simple: MoeAllToAll) -> None:
     """Of a nested tensor torch tells no shape; the checks come to channel and scale first."""
-    (group,) = ThreadGroup.ranks(1)
-    with MoeAllToAll.create(config(), group) as layer:
-        tensors = good() | {"extra_payloads": []}
-        nested = torch.nested.nested_tensor(list(tensors["hidden_states"]))
-        with pytest.raises(InputError, match="channel=7 is not below"):
-            layer.dispatch(**tensors | {"hidden_states": nested}, channel=7)
-        received = layer.dispatch(**tensors)
-        rows = received.hidden_states.clone()
-        with pytest.raises(InputError, match="scale=nan is no finite"):
-            layer.combine(rows, received.metadata, output=nested, scale=float("nan"))
-        assert torch.equal(layer.combine(rows, received.metadata), tensors["hidden_states"])
-
-
-def last(layer: MoeAllToAll) -> Any:
-    """Metadata of a dispatch that the test has not kept."""
-    slots = torch.arange(3 * TOP_K, dtype=torch.int32).view(3, TOP_K)
-    slots = torch.where(slots % TOP_K == 0, slots // TOP_K, -1)
-    return DispatchMetadata(slots, 0, layer._layer.handle, layer._layer.channel(0).rounds, CAPACITY)
+    tensors = plain()
+    nested = torch.nested.nested_tensor(list(tensors["hidden_states"]))
+    with pytest.raises(InputError, match="channel=7 is not below"):
+        simple.dispatch(**tensors | {"hidden_states": nested}, channel=7)
+    received = simple.dispatch(**tensors)
+    rows = received.hidden_states.clone()
+    with pytest.raises(InputError, match="scale=nan is no finite"):
+        simple.combine(rows, received.metadata, output=nested, scale=float("nan"))
+    assert torch.equal(simple.combine(rows, received.metadata), tensors["hidden_states"])
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_ordinary_combine_passes_all_checks(seed: int) -> None:
-    generator, (group,) = random.Random(seed), ThreadGroup.ranks(1)
-    names, outcomes = [*SAFE, "in the workspace"], []
-    with MoeAllToAll.create(config(combine_dtypes=(torch.bfloat16,)), group) as layer:
+    generator, names, outcomes = random.Random(seed), [*SAFE, "in the workspace"], []
+    with alone(combine_dtypes=(torch.bfloat16,)) as layer:
         channel = layer._layer.channel(0)
         for _ in range(500):
             num_tokens = generator.randrange(CAPACITY + 1)
@@ -384,24 +365,19 @@ def agrees_on_combine(layer: MoeAllToAll, call: Combine, max_tokens: int) -> boo
     return True
 
 
-def test_a_combine_of_other_tokens_or_slots_is_refused() -> None:
+def test_a_combine_of_other_tokens_or_slots_is_refused(simple: MoeAllToAll) -> None:
     """The tensors are good each for itself; only the round tells that they are another's."""
-    (group,) = ThreadGroup.ranks(1)
-    with MoeAllToAll.create(config(), group) as layer:
-        tensors = good() | {"extra_payloads": []}
-        received = layer.dispatch(**tensors, max_tokens=3)
-        metadata = received.metadata
-        with pytest.raises(InputError, match=r"shape \[4, 8\], expected \[3, 8\]"):
-            layer.combine(torch.zeros(CAPACITY, HIDDEN), metadata)
-        for slots in (metadata.send_slots[:2], metadata.send_slots.repeat(2, 1)):
-            with pytest.raises(InputError, match=f"metadata of {len(slots)} tokens"):
-                layer.combine(
-                    torch.zeros(3, HIDDEN), metadata._replace(send_slots=slots.contiguous())
-                )
-        rows = received.hidden_states.clone()
-        assert torch.equal(layer.combine(rows, metadata), tensors["hidden_states"])
-        with pytest.raises(ExchangeStateError, match="combine without dispatch"):
-            layer.combine(rows, metadata)
+    tensors = plain()
+    received = simple.dispatch(**tensors, max_tokens=3)
+    rows, metadata = received.hidden_states.clone(), received.metadata
+    with pytest.raises(InputError, match=r"shape \[4, 8\], expected \[3, 8\]"):
+        simple.combine(torch.zeros(CAPACITY, HIDDEN), metadata)
+    for slots in (metadata.send_slots[:2], metadata.send_slots.repeat(2, 1)):
+        with pytest.raises(InputError, match=f"metadata of {len(slots)} tokens"):
+            simple.combine(rows, metadata._replace(send_slots=slots.contiguous()))
+    assert torch.equal(simple.combine(rows, metadata), tensors["hidden_states"])
+    with pytest.raises(ExchangeStateError, match="combine without dispatch"):
+        simple.combine(rows, metadata)
 
 
 class Nothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -409,50 +385,47 @@ class Nothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return op(*args, **(kwargs or {}))
 
 
-def test_who_looks_on() -> None:
+def test_who_looks_on(simple: MoeAllToAll) -> None:
     """Each of them sees the op, though no tensor tells of it."""
-    (group,) = ThreadGroup.ranks(1)
-    with MoeAllToAll.create(config(), group) as layer:
-        calls = Dispatch(**dispatch_of(layer)), combine_of(layer)
-        found: dict[str, Any] = {}
+    calls = Dispatch(**dispatch_of(simple)), combine_of(simple)
+    found: dict[str, Any] = {}
 
-        def ask(name: str) -> Any:
-            ordinary = layer._layer.ordinary
-            answers = ordinary.quantiser_of(calls[0]), ordinary.is_combine(calls[1])
-            found[name] = (is_watched(), *answers)
-            return torch.zeros(())
+    def ask(name: str) -> Any:
+        ordinary = simple._layer.ordinary
+        answers = ordinary.quantiser_of(calls[0]), ordinary.is_combine(calls[1])
+        found[name] = (is_watched(), *answers)
+        return torch.zeros(())
 
-        ask("nobody")
-        with Nothing():  # type: ignore[no-untyped-call]
-            ask("mode")
-        with torch.overrides.BaseTorchFunctionMode():
-            ask("function mode")
-        with torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.PreDispatch):
-            ask("mode before autograd")
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-            ask("profiler")
-        with torch.autograd.forward_ad.dual_level():
-            ask("forward AD")
-        torch.vmap(lambda _row: ask("vmap"))(torch.zeros(2))
-        torch.func.functionalize(lambda _row: ask("functionalize"))(torch.zeros(2))
-        trace: Callable[..., Any] = torch.jit.trace
-        trace(lambda row: row + ask("trace"), torch.zeros(()), check_trace=False)
+    ask("nobody")
+    watchers: dict[str, Any] = {
+        "mode": Nothing(),  # type: ignore[no-untyped-call]
+        "function mode": torch.overrides.BaseTorchFunctionMode(),
+        "before autograd": torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.PreDispatch),
+        "profiler": torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        "forward AD": torch.autograd.forward_ad.dual_level(),
+    }
+    for name, watching in watchers.items():
+        with watching:
+            ask(name)
+    torch.vmap(lambda _row: ask("vmap"))(torch.zeros(2))
+    torch.func.functionalize(lambda _row: ask("functionalize"))(torch.zeros(2))
+    trace: Callable[..., Any] = torch.jit.trace
+    trace(lambda row: row + ask("trace"), torch.zeros(()), check_trace=False)
     assert found.pop("nobody") == (False, 0, True)
     assert len(found) == 8
     assert set(found.values()) == {(True, None, False)}
 
 
-def test_results_are_new_tensors_each_time() -> None:
+@torch.inference_mode()
+def test_results_are_new_tensors_each_time(simple: MoeAllToAll) -> None:
     """What a caller does to the form of one must not reach the next round's."""
-    (group,) = ThreadGroup.ranks(1)
-    with MoeAllToAll.create(config(), group) as layer, torch.inference_mode():
-        tensors = good() | {"extra_payloads": []}
-        for _ in range(3):
-            received = layer.dispatch(**tensors)
-            rows = received.hidden_states.clone()
-            views = (received.hidden_states, received.topk_ids, received.topk_weights)
-            assert [tuple(view.shape) for view in views] == [(4, 8), (4, 2), (4, 2)]
-            assert not any(view.is_inference() for view in views)
-            for view in (*views, received.recv_counts):
-                view.unsqueeze_(0)
-            assert torch.equal(layer.combine(rows, received.metadata), tensors["hidden_states"])
+    tensors = plain()
+    for _ in range(3):
+        received = simple.dispatch(**tensors)
+        rows = received.hidden_states.clone()
+        views = (received.hidden_states, received.topk_ids, received.topk_weights)
+        assert [tuple(view.shape) for view in views] == [(4, 8), (4, 2), (4, 2)]
+        assert not any(view.is_inference() for view in views)
+        for view in (*views, received.recv_counts):
+            view.unsqueeze_(0)
+        assert torch.equal(simple.combine(rows, received.metadata), tensors["hidden_states"])

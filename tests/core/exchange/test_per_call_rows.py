@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll
-from moe_nvlink_plugin.errors import ConfigError, DisagreementError, InputError
+from moe_nvlink_plugin import Dispatched, MoeAllToAll
+from moe_nvlink_plugin.errors import DisagreementError, InputError
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
+from tests.core.exchange.small_exchange import sized
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -20,17 +21,13 @@ CAPACITY, HIDDEN = 5, 24
 TYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
-def config(group: ThreadGroup, **values: Any) -> AllToAllConfig:
-    usual: dict[str, Any] = {
-        "num_experts": 6,
-        "top_k": 3,
-        "hidden_size": HIDDEN,
-        "max_tokens_per_rank": CAPACITY,
-        "timeout_s": 60,
-    }
-    return AllToAllConfig(ep_size=group.size, ep_rank=group.rank, **{**usual, **values})
-
-
+config = sized(
+    num_experts=6,
+    top_k=3,
+    hidden_size=HIDDEN,
+    max_tokens_per_rank=CAPACITY,
+    dtype=torch.bfloat16,
+)
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -223,12 +220,6 @@ def test_a_width_that_the_format_does_not_support(combine: str, width: int, word
         layer.combine_input(hidden_size=width)
 
 
-def test_types_that_cannot_be_combined() -> None:
-    (group,) = ThreadGroup.ranks(1)
-    with pytest.raises(ConfigError, match="combine_dtypes=torch.float64 cannot be combined"):
-        config(group, combine_dtypes=(torch.float64,))
-
-
 def test_compiled_in_another_type_and_any_width(alone: MoeAllToAll) -> None:
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -254,16 +245,13 @@ def extras_of(rows: torch.Tensor, number: int) -> list[torch.Tensor]:
     one = rows[:, 0].contiguous()
     kinds: tuple[list[torch.Tensor], ...] = (
         [],
-        [one.float().view(-1, 1), one.clone()],
-        [one.clone()],
-        [rows[:, :4].contiguous(), one.float()],
-        [rows[:, :4].contiguous().view(torch.uint8)[:, :3].contiguous()],
-        [
-            rows[:, :2].contiguous().view(-1, 1, 2),
-            (9 * one).clamp(0, 200).to(torch.uint8),
-        ],
+        [one.float().view(-1, 1), one],
+        [one],
+        [rows[:, :4], one.float()],
+        [rows[:, :4].contiguous().view(torch.uint8)[:, :3]],
+        [rows[:, None, :2], (9 * one).clamp(0, 200).to(torch.uint8)],
     )
-    return kinds[number % len(kinds)]
+    return [payload.clone(memory_format=torch.contiguous_format) for payload in kinds[number % 6]]
 
 
 @pytest.mark.parametrize("small_tokens", [0, CAPACITY], ids=["bulk", "small"])

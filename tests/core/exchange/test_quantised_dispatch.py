@@ -10,17 +10,18 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, QuantisingRecipe
+from moe_nvlink_plugin import MoeAllToAll, QuantisingRecipe
 from moe_nvlink_plugin.errors import ConfigError, DisagreementError, InputError
 from moe_nvlink_plugin.exchange import ops
 from moe_nvlink_plugin.exchange.arguments import quantiser_code
 from moe_nvlink_plugin.recipes import FP8_BLOCK, MXFP8, PayloadRow
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
+from tests.core.exchange import small_exchange
 from tests.core.exchange.opcheck import opcheck_dispatch
 
 pytestmark = pytest.mark.timeout(120)
 
-HIDDEN, TOP_K, CAPACITY = 256, 2, 8
+HIDDEN, TOP_K, CAPACITY = 256, small_exchange.TOP_K, 8
 
 #: Bytes of a token's row and scales at hidden size 7168.
 BYTES_PER_TOKEN = {
@@ -35,21 +36,12 @@ BYTES_PER_TOKEN = {
 RECIPES = [name for name in BYTES_PER_TOKEN if name != "bf16"]
 
 
-def config(ep_size: int = 1, ep_rank: int = 0, **values: Any) -> AllToAllConfig:
-    usual: dict[str, Any] = {
-        "num_experts": 4,
-        "top_k": TOP_K,
-        "hidden_size": HIDDEN,
-        "max_tokens_per_rank": CAPACITY,
-        "dtype": torch.bfloat16,
-        "timeout_s": 30,
-    }
-    return AllToAllConfig(ep_size=ep_size, ep_rank=ep_rank, **{**usual, **values})
+SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "max_tokens_per_rank": CAPACITY}
+config = small_exchange.sized(**SIZES, dtype=torch.bfloat16)
 
 
 def alone(**values: Any) -> MoeAllToAll:
-    (group,) = ThreadGroup.ranks(1)
-    return MoeAllToAll.create(config(**values), group)
+    return small_exchange.alone(**{**SIZES, "dtype": torch.bfloat16, **values})
 
 
 def inputs(
@@ -102,10 +94,11 @@ def test_activations_and_rows_quantised_before_arrive_alike(layer: MoeAllToAll) 
 def test_layers_of_different_recipes_take_turns_on_one_workspace() -> None:
     """Their regions lie over each other; a round of one must not look like a round of another."""
     hidden, ids, weights = inputs(5)
+    (group,) = ThreadGroup.ranks(1)
     with (
         alone() as plain,
-        sharing(plain, "nvfp4") as fp4,
-        sharing(plain, "mxfp8") as mx,
+        MoeAllToAll.create(config(group, recipe="nvfp4"), group, share_with=plain) as fp4,
+        MoeAllToAll.create(config(group, recipe="mxfp8"), group, share_with=plain) as mx,
     ):
         for _round in range(3):
             for layer in (plain, fp4, mx):
@@ -117,11 +110,6 @@ def test_layers_of_different_recipes_take_turns_on_one_workspace() -> None:
                 received = layer.dispatch(hidden, ids, weights, global_scale=scale)
                 assert torch.equal(received.hidden_states[:5].view(torch.uint8), expected)
                 layer.combine(layer.combine_input(), received.metadata)
-
-
-def sharing(layer: MoeAllToAll, recipe: str) -> MoeAllToAll:
-    (group,) = ThreadGroup.ranks(1)
-    return MoeAllToAll.create(config(recipe=recipe), group, share_with=layer)
 
 
 @pytest.mark.parametrize("name", BYTES_PER_TOKEN)
@@ -158,17 +146,18 @@ def test_no_tokens(layer: MoeAllToAll) -> None:
 # Compiled.
 
 
-def test_opcheck(layer: MoeAllToAll) -> None:
+def opcheck(layer: MoeAllToAll, *mask: torch.Tensor) -> None:
     hidden, ids, weights = inputs()
-    pending = torch.zeros_like(layer._layer.workspace.pending)
-    arguments: tuple[Any, ...]
-    arguments = (pending, hidden, None, ids, weights, [], scale_for(layer), layer._layer.handle, 0)
-    opcheck_dispatch(layer, arguments)
-    counts = ops.dispatch(torch.zeros_like(pending), *arguments[1:])[3]
+    pending, handle = torch.zeros_like(layer._layer.workspace.pending), layer._layer.handle
+    given: tuple[Any, ...] = (hidden, None, ids, weights, [], scale_for(layer), handle, 0, *mask)
+    opcheck_dispatch(layer, (pending, *given))
+    counts = ops.dispatch(torch.zeros_like(pending), *given)[3]
     if layer.recipe.scales_row(HIDDEN) is not None:
-        torch.library.opcheck(
-            torch.ops.moe_nvlink.received_scales.default, (counts, layer._layer.handle, 0)
-        )
+        torch.library.opcheck(torch.ops.moe_nvlink.received_scales.default, (counts, handle, 0))
+
+
+def test_opcheck(layer: MoeAllToAll) -> None:
+    opcheck(layer)
 
 
 @pytest.mark.parametrize(
@@ -176,26 +165,7 @@ def test_opcheck(layer: MoeAllToAll) -> None:
 )
 def test_opcheck_of_what_experts_read(name: str, layout: str) -> None:
     with alone(recipe=name, scales_layout=layout, received_ids="elsewhere") as layer:
-        hidden, ids, weights = inputs()
-        pending = torch.zeros_like(layer._layer.workspace.pending)
-        mask = torch.tensor([False, True, False])
-        arguments: tuple[Any, ...]
-        arguments = (
-            pending,
-            hidden,
-            None,
-            ids,
-            weights,
-            [],
-            scale_for(layer),
-            layer._layer.handle,
-            0,
-        )
-        opcheck_dispatch(layer, (*arguments, mask))
-        counts = ops.dispatch(torch.zeros_like(pending), *arguments[1:], mask)[3]
-        torch.library.opcheck(
-            torch.ops.moe_nvlink.received_scales.default, (counts, layer._layer.handle, 0)
-        )
+        opcheck(layer, torch.tensor([False, True, False]))
 
 
 def test_compiled_as_eager() -> None:
@@ -249,12 +219,13 @@ def test_a_quantiser_that_the_kernels_do_not_have(monkeypatch: pytest.MonkeyPatc
 
 
 def test_combine_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    (group,) = ThreadGroup.ranks(1)
     monkeypatch.setenv("MOE_NVLINK_COMBINE", "nvfp4")
-    assert config().combine == "nvfp4"
-    assert config(combine="bf16").combine == "bf16"
+    assert config(group).combine == "nvfp4"
+    assert config(group, combine="bf16").combine == "bf16"
     monkeypatch.setenv("MOE_NVLINK_COMBINE", "int8")
     with pytest.raises(ConfigError, match="combine='int8' \\(MOE_NVLINK_COMBINE\\)"):
-        config()
+        config(group)
 
 
 class Borrower:
@@ -282,11 +253,17 @@ def test_a_quantiser_that_makes_other_rows() -> None:
 
 @pytest.mark.parametrize(
     ("field", "values"),
-    [("recipe", ("mxfp8", "fp8_block")), ("combine", ("bf16", "fp8_block"))],
+    [
+        ("recipe", ("mxfp8", "fp8_block")),
+        ("combine", ("bf16", "fp8_block")),
+        ("combine_scale", (1.0, 2.0)),  # it does not travel
+    ],
 )
-def test_ranks_that_differ(field: str, values: tuple[str, str]) -> None:
+def test_ranks_that_differ(field: str, values: tuple[Any, Any]) -> None:
+    more = {"combine": "fp8_tensor"} if field == "combine_scale" else {}
+
     def rank_main(group: ThreadGroup) -> None:
-        MoeAllToAll.create(config(2, group.rank, **{field: values[group.rank]}), group)
+        MoeAllToAll.create(config(group, **more, **{field: values[group.rank]}), group)
 
     for outcome in try_ranks(2, rank_main):
         assert isinstance(outcome, DisagreementError), repr(outcome)
@@ -299,8 +276,8 @@ def test_ranks_in_layers_of_different_formats(values: dict[str, Any]) -> None:
 
     def rank_main(group: ThreadGroup) -> None:
         with (
-            MoeAllToAll.create(config(2, group.rank), group) as plain,
-            MoeAllToAll.create(config(2, group.rank, **values), group, share_with=plain) as other,
+            MoeAllToAll.create(config(group), group) as plain,
+            MoeAllToAll.create(config(group, **values), group, share_with=plain) as other,
         ):
             (plain, other)[group.rank].dispatch(*inputs())
 
@@ -388,14 +365,13 @@ def test_global_scales_refused(recipe: str, scale: torch.Tensor | None, message:
 
 
 def test_a_scale_that_turns_bad_is_seen() -> None:
-    hidden, ids, weights = inputs()
     scale = torch.ones(1)
     with alone(recipe="nvfp4") as layer:
-        received = layer.dispatch(hidden, ids, weights, global_scale=scale)
+        received = layer.dispatch(*inputs(), global_scale=scale)
         layer.combine(layer.combine_input(), received.metadata)
         scale.zero_()
         with pytest.raises(InputError, match="global_scale=0.0"):
-            layer.dispatch(hidden, ids, weights, global_scale=scale)
+            layer.dispatch(*inputs(), global_scale=scale)
 
 
 def test_scales_are_seen_once_each() -> None:
@@ -404,12 +380,8 @@ def test_scales_are_seen_once_each() -> None:
         layer, scale = made._layer, torch.ones(1)
         with torch.inference_mode():
             other = torch.ones(1)
-        assert [layer.first_sight(one) for one in (scale, scale, other, other)] == [
-            True,
-            False,
-            True,
-            False,
-        ]
+        seen = [layer.first_sight(one) for one in (scale, scale, other, other)]
+        assert seen == [True, False] * 2
         scale.fill_(2.0)
         assert layer.first_sight(scale)
 
@@ -422,17 +394,6 @@ def test_experts_output_of_another_type() -> None:
             layer.combine_input(torch.float16)
         with pytest.raises(InputError, match="expert_output has dtype torch.float32"):
             layer.combine(torch.zeros(CAPACITY, HIDDEN), received.metadata)
-
-
-def test_ranks_that_would_scale_differently() -> None:
-    """The scale does not travel, so ranks must agree on it before a row does."""
-
-    def rank_main(group: ThreadGroup) -> None:
-        mine = config(2, group.rank, combine="fp8_tensor", combine_scale=1.0 + group.rank)
-        with pytest.raises(DisagreementError, match="combine_scale"):
-            MoeAllToAll.create(mine, group)
-
-    run_ranks(2, rank_main)
 
 
 def test_a_factor_that_combine_scale_makes_too_large() -> None:
@@ -453,7 +414,7 @@ def test_counts_that_the_caller_overwrites(combine: str) -> None:
     hidden, ids, weights = inputs(6)
 
     def rank_main(group: ThreadGroup) -> torch.Tensor:
-        with MoeAllToAll.create(config(2, group.rank, combine=combine), group) as layer:
+        with MoeAllToAll.create(config(group, combine=combine), group) as layer:
             received = layer.dispatch(hidden, ids, weights)
             received.recv_counts.zero_()
             layer.combine_input().fill_(99.0)

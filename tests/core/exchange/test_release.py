@@ -31,6 +31,7 @@ from tests.core.exchange.test_elastic import (
     at_stage,
     check_round,
     config_of,
+    joined,
     right,
 )
 from tests.support.ranks import run_threads
@@ -58,11 +59,8 @@ def refused(call: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(CASE, id="large"),
-        pytest.param(dataclasses.replace(CASE, small=True), id="small"),
-        pytest.param(dataclasses.replace(CASE, num_channels=2), id="two channels"),
-    ],
+    [CASE, dataclasses.replace(CASE, small=True), dataclasses.replace(CASE, num_channels=2)],
+    ids=["large", "small", "two channels"],
 )
 def test_rounds_go_on_with_the_same_layers(case: Case) -> None:
     """Twice, with a second release of what is released, on two layers of one workspace."""
@@ -120,8 +118,7 @@ def test_the_memory_comes_back_over_the_group_of_then() -> None:
 
     def body(place: int) -> Any:
         if place == 2:
-            configs = [config_of(PAIR, 2, (0, 1, 2))]
-            (layer,) = MoeAllToAll.join(configs, meet("join", 2, (0, 1, 2)))
+            layer = joined(meet, 2)
         else:
             config = config_of(PAIR, place, (0, 1))
             layer = MoeAllToAll.create(config, meet("create", place, (0, 1)))

@@ -22,27 +22,29 @@ from moe_nvlink_plugin.jit.host import HostLibrary
 from moe_nvlink_plugin.memory.workspace import Workspace
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from moe_nvlink_plugin.transport.host import HostMemory
-from tests.core.exchange.small_exchange import HIDDEN, assert_still_works, config, good
+from tests.core.exchange.small_exchange import (
+    HIDDEN,
+    alone,
+    assert_still_works,
+    config,
+    plain,
+    round_of,
+)
+from tests.support.ranks import run_threads
 
 pytestmark = pytest.mark.timeout(120)
 
 
-def plain() -> dict[str, Any]:
-    return {**good(), "extra_payloads": ()}
-
-
 def test_a_workspace_of_another_group_is_refused() -> None:
     """Its window has no place for the second rank: the kernel would write beyond it."""
-    (alone,) = ThreadGroup.ranks(1)
-    with MoeAllToAll.create(config(), alone) as single:
+    with alone() as single:
 
         def rank_main(group: ThreadGroup) -> None:
             MoeAllToAll.create(config(2, group.rank), group, share_with=single)
 
         outcomes = try_ranks(2, rank_main)
-        assert isinstance(outcomes[0], ConfigError)
-        assert "share_with belongs to" in str(outcomes[0])
-        assert isinstance(outcomes[1], ConfigError)
+    assert [type(outcome) for outcome in outcomes] == [ConfigError] * 2
+    assert "share_with belongs to" in str(outcomes[0])
 
 
 def test_a_layer_that_grows_within_what_is_mapped() -> None:
@@ -55,9 +57,7 @@ def test_a_layer_that_grows_within_what_is_mapped() -> None:
             with MoeAllToAll.create(wide, group, share_with=first) as second:
                 rows = {**plain(), "hidden_states": torch.ones(3, HIDDEN + 1)}
                 for layer, inputs in ((second, rows), (first, plain())):
-                    received = layer.dispatch(**inputs)
-                    combined = layer.combine(received.hidden_states, received.metadata)
-                    assert torch.equal(combined, inputs["hidden_states"])
+                    assert_still_works(layer, inputs)
                 return before, second.workspace_bytes
 
     for before, after in run_ranks(2, rank_main):
@@ -77,8 +77,7 @@ def test_layers_of_equal_geometry_in_different_order(small_tokens: int) -> None:
         ):
             second.close()
             for layer in (first, third):
-                received = layer.dispatch(**plain())
-                layer.combine(received.hidden_states, received.metadata)
+                round_of(layer, **plain())
             try:
                 (first, third)[group.rank].dispatch(**plain())
             finally:
@@ -110,8 +109,7 @@ def test_counters_that_cannot_be_read_do_not_keep_a_workspace_open(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on a GPU after an illegal access: every copy from it fails."""
-    (group,) = ThreadGroup.ranks(1)
-    layer = MoeAllToAll.create(config(), group)
+    layer = alone()
     workspace = layer._layer.workspace
 
     def broken(_self: Workspace[Any]) -> None:
@@ -178,11 +176,9 @@ def test_growth_in_the_middle_of_a_round_disturbs_nobody() -> None:
                 again = small.dispatch(**inputs)
                 same = same and again.hidden_states.data_ptr() == before
                 small.combine(again.hidden_states.clone(), again.metadata)
-                wide = {**inputs, "hidden_states": torch.randn(3, 5000)}
                 for channel in range(2):
-                    theirs = large.dispatch(**wide, channel=channel)
-                    output = large.combine(theirs.hidden_states.clone(), theirs.metadata)
-                    same = same and torch.equal(output, wide["hidden_states"])
+                    wide = {"hidden_states": torch.randn(3, 5000), "channel": channel}
+                    assert_still_works(large, inputs | wide)
             return same
 
     assert run_ranks(2, rank_main) == [True, True]
@@ -214,10 +210,7 @@ def test_growth_that_fails_on_one_rank_leaves_both_ranks_working(
             armed.clear()
             group.all_gather_object(None)
             for _ in range(3):
-                inputs = plain()
-                received = small.dispatch(**inputs)
-                rows = received.hidden_states.clone()
-                assert torch.equal(small.combine(rows, received.metadata), inputs["hidden_states"])
+                assert_still_works(small, plain())
             MoeAllToAll.create(wide, group, share_with=small).close()
 
     run_ranks(2, rank_main)
@@ -226,39 +219,23 @@ def test_growth_that_fails_on_one_rank_leaves_both_ranks_working(
 def test_channels_of_two_threads_do_not_wait_for_each_other() -> None:
     """Each rank's threads use the channels in the opposite order of the other rank's."""
 
-    def rank_main(group: ThreadGroup) -> list[bool]:
+    def rank_main(group: ThreadGroup) -> None:
         mine = config(2, group.rank, num_channels=2, timeout_s=20)
-        results: list[bool] = []
+        both = threading.Barrier(2, timeout=60)
+        order = (0, 1) if group.rank == 0 else (1, 0)
         with MoeAllToAll.create(mine, group) as layer:
 
-            def use(channel: int, started: threading.Event, other: threading.Event) -> None:
-                started.set()
-                other.wait(5)
+            def use(thread: int) -> None:
+                both.wait()
                 for _ in range(20):
-                    inputs = plain()
-                    received = layer.dispatch(**inputs, channel=channel)
-                    rows = received.hidden_states.clone()
-                    results.append(
-                        torch.equal(layer.combine(rows, received.metadata), inputs["hidden_states"])
-                    )
+                    assert_still_works(layer, plain() | {"channel": order[thread]})
 
-            events = [threading.Event(), threading.Event()]
-            order = (0, 1) if group.rank == 0 else (1, 0)
-            threads = [
-                threading.Thread(target=use, args=(channel, events[channel], events[1 - channel]))
-                for channel in order
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        return results
+            run_threads(2, use)
 
-    assert run_ranks(2, rank_main) == [[True] * 40] * 2
+    run_ranks(2, rank_main)
 
 
 def test_made_in_inference_mode_used_outside_and_the_other_way_round() -> None:
-    (group,) = ThreadGroup.ranks(1)
     inputs = plain()
 
     def use(layer: MoeAllToAll) -> None:
@@ -268,11 +245,11 @@ def test_made_in_inference_mode_used_outside_and_the_other_way_round() -> None:
         assert torch.equal(layer.combine(rows, received.metadata), inputs["hidden_states"])
 
     with torch.inference_mode():
-        inside = MoeAllToAll.create(config(), group)
+        inside = alone()
         use(inside)
     use(inside)
     inside.close()
-    with MoeAllToAll.create(config(extra_payload_bytes=(6,)), group) as outside:
+    with alone(extra_payload_bytes=(6,)) as outside:
         with torch.inference_mode():
             assert_still_works(outside)
         assert_still_works(outside)
@@ -281,9 +258,8 @@ def test_made_in_inference_mode_used_outside_and_the_other_way_round() -> None:
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_row_split_over_several_ctas_gives_the_same_bits(num_threads: int) -> None:
     """hidden_splits is 1 on the host and more at small batch on a GPU; the text is the same."""
-    (group,) = ThreadGroup.ranks(1)
     size = 1000 + HIDDEN  # several vectors and a rest
-    with MoeAllToAll.create(config(hidden_size=size, num_threads=num_threads), group) as layer:
+    with alone(hidden_size=size, num_threads=num_threads) as layer:
         inputs = {**plain(), "hidden_states": torch.randn(3, size)}
         layer._layer.channel(0)._combine_args.hidden_splits = 3
         received = layer.dispatch(**inputs)
@@ -301,9 +277,8 @@ def test_threads_that_cannot_be_had_are_an_error_of_create_on_every_rank(
         raise CompileError(f"cannot start {num_threads} threads; lower num_threads")
 
     monkeypatch.setattr(HostLibrary, "create_grid", refuse)
-    first, second = try_ranks(
+    for outcome in try_ranks(
         2, lambda group: MoeAllToAll.create(config(2, group.rank, num_threads=5), group)
-    )
-    for outcome in (first, second):
+    ):
         assert isinstance(outcome, CompileError)
         assert "cannot start 5 threads" in str(outcome)

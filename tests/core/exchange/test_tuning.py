@@ -33,6 +33,17 @@ def config(rank: int = 0, size: int = 1, **values: Any) -> AllToAllConfig:
     return AllToAllConfig(ep_size=size, ep_rank=rank, **{**SIZES, **values})
 
 
+def choices_of(*paths: str) -> list[Any]:
+    """The choices of ranks with these files, or the error of a rank."""
+
+    def create(group: ThreadGroup) -> Choices:
+        mine = config(group.rank, group.size, tuning=paths[group.rank])
+        with MoeAllToAll.create(mine, group) as layer:
+            return layer.config.choices
+
+    return try_ranks(len(paths), create)
+
+
 def written(folder: Path, choices: Choices = TUNED, ranks: int = 1, name: str = "tuned") -> str:
     """A file for this machine and `config`."""
     path = str(folder / f"{name}.json")
@@ -59,6 +70,7 @@ def test_todays_values_are_candidates_and_no_choice_is_nameless() -> None:
     for one in table():
         assert one.today in one.candidates, one.name
         assert len(set(map(repr, one.candidates))) == len(one.candidates), one.name
+        assert not one.is_tuned or len(one.candidates) > 1, one.name
         assert set(one.devices) <= {"cpu", "cuda"}, one.name
         assert one.text, one.name
     assert not TODAY.changed()
@@ -123,11 +135,14 @@ def changed(path: str, change: Callable[[Any], Any]) -> str:
     return path
 
 
+def of_layer(**values: Any) -> Callable[[Any], Any]:
+    return lambda file: file["layers"][0].update(values)
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     missing = str(tmp_path / "none.json")
-    assert f"tuning='{missing}' (MOE_NVLINK_TUNING) cannot be read: No such file" in refusal(
-        missing
-    )
+    said = f"tuning='{missing}' (MOE_NVLINK_TUNING) cannot be read: No such file"
+    assert said in refusal(missing)
     assert "cannot be read: Is a directory" in refusal(str(tmp_path))
     assert "leave the file out" in refusal(str(tmp_path))
     large = tmp_path / "large"
@@ -139,51 +154,33 @@ def test_torn_files(tmp_path: Path) -> None:
     """At any place, but for the last line's end."""
     path = written(tmp_path)
     text = Path(path).read_bytes()
-    for end in range(0, len(text) - 2, 7):
-        Path(path).write_bytes(text[:end])
+    torn = [text[:end] for end in range(0, len(text) - 2, 7)]
+    for content in (*torn, b"\xff\xfe" + text, b"[" * 100000):
+        Path(path).write_bytes(content)
         assert "is torn, or no file of moe-nvlink tune" in refusal(path)
-    Path(path).write_bytes(b"\xff\xfe" + text)
-    assert "is torn" in refusal(path)
-    Path(path).write_bytes(b"[" * 100000)
-    assert "is torn" in refusal(path)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda file: [file], "has format 'list', and this package reads 'moe-nvlink tuning 1'"),
-        (
-            lambda file: file.update(format="moe-nvlink tuning 2"),
-            "has format 'moe-nvlink tuning 2'",
-        ),
+        (lambda file: file.update(format="tuning 2"), "has format 'tuning 2'"),
         (
             lambda file: file.update(machine=None),
-            "machine has the fields NoneType, not device, driver",
+            "machine has the fields NoneType, not device, ",
         ),
         (lambda file: file["machine"].update(ranks="1"), "machine.ranks='1' is no int"),
         (lambda file: file["machine"].update(ranks=True), "machine.ranks=True is no int"),
         (lambda file: file.update(layers={}), "layers is no list of objects"),
         (lambda file: file.update(layers=[]), "has no layer; write it anew"),
+        (of_layer(layer=None), "layers[0].layer has the fields NoneType"),
+        (of_layer(choices=1), "layers[0].choices is no object but int"),
         (
-            lambda file: file["layers"][0].update(layer=None),
-            "layers[0].layer has the fields NoneType",
+            of_layer(choices={"speed": 9}),
+            "].choices has 'speed', which is none of small_tokens",
         ),
-        (
-            lambda file: file["layers"][0].update(choices=1),
-            "layers[0].choices is no object but int",
-        ),
-        (
-            lambda file: file["layers"][0]["choices"].update(speed=9),
-            "layers[0].choices has 'speed', which is none of small_tokens, small_combine_tokens",
-        ),
-        (
-            lambda file: file["layers"][0]["choices"].update(marking_ctas=64),
-            "layers[0].choices.marking_ctas=64 is none of 8, 16, 32",
-        ),
-        (
-            lambda file: file["layers"][0]["choices"].update(pdl=1),
-            "layers[0].choices.pdl=1 is none of True, False",
-        ),
+        (of_layer(choices={"marking_ctas": 64}), "].choices.marking_ctas=64 is none of 8, 16, 32"),
+        (of_layer(choices={"pdl": 1}), "layers[0].choices.pdl=1 is none of True, False"),
     ],
 )
 def test_what_a_file_may_not_say(change: Callable[[Any], Any], said: str, tmp_path: Path) -> None:
@@ -212,8 +209,7 @@ def test_a_file_of_another_machine(field: str, value: Any, tmp_path: Path) -> No
 
 def test_links_that_nobody_knows_are_not_compared(tmp_path: Path) -> None:
     path = changed(written(tmp_path), lambda file: file["machine"].update(nvlink="unknown"))
-    with alone(tuning=path) as layer:
-        assert layer.config.choices == TUNED
+    assert choices_of(path) == [TUNED]
 
 
 def test_a_file_of_another_layer(tmp_path: Path) -> None:
@@ -242,33 +238,18 @@ def test_no_path() -> None:
 
 
 def test_ranks_with_different_files(tmp_path: Path) -> None:
-    paths = [written(tmp_path, ranks=2), written(tmp_path, TODAY, 2, "other")]
-
-    def create(group: ThreadGroup) -> None:
-        MoeAllToAll.create(config(group.rank, 2, tuning=paths[group.rank]), group).close()
-
-    for outcome in try_ranks(2, create):
+    for outcome in choices_of(written(tmp_path, ranks=2), written(tmp_path, TODAY, 2, "other")):
         assert isinstance(outcome, DisagreementError)
         assert f"tuning: rank 0 has {TUNED}, rank 1 has today's" in str(outcome)
 
 
 def test_files_in_other_places_that_say_the_same(tmp_path: Path) -> None:
-    paths = [written(tmp_path, ranks=2), written(tmp_path, TUNED, 2, "other")]
-
-    def create(group: ThreadGroup) -> Choices:
-        with MoeAllToAll.create(config(group.rank, 2, tuning=paths[group.rank]), group) as layer:
-            return layer.config.choices
-
-    assert run_ranks(2, create) == [TUNED, TUNED]
+    paths = written(tmp_path, ranks=2), written(tmp_path, TUNED, 2, "other")
+    assert choices_of(*paths) == [TUNED, TUNED]
 
 
 def test_a_rank_whose_file_is_torn_keeps_nobody_waiting(tmp_path: Path) -> None:
-    paths = [written(tmp_path, ranks=2), str(tmp_path / "none.json")]
-
-    def create(group: ThreadGroup) -> None:
-        MoeAllToAll.create(config(group.rank, 2, tuning=paths[group.rank]), group).close()
-
-    first, second = try_ranks(2, create)
+    first, second = choices_of(written(tmp_path, ranks=2), str(tmp_path / "none.json"))
     assert isinstance(first, PeerError)
     assert "rank 1: ConfigError: tuning=" in str(first)
     assert isinstance(second, ConfigError)

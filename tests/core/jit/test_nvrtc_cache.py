@@ -5,11 +5,10 @@ from __future__ import annotations
 import builtins
 import logging
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -19,6 +18,7 @@ from moe_nvlink_plugin.exchange.kernels import DISPATCH, LAYER
 from moe_nvlink_plugin.jit import cache, header, nvrtc
 from moe_nvlink_plugin.launch import machine_code
 from moe_nvlink_plugin.launch.kernel import Build
+from tests.support.programs import python
 from tests.support.sass import disassemble
 
 pytestmark = pytest.mark.timeout(120)
@@ -44,16 +44,17 @@ def cubin_of(
     return machine_code.cubin_for(build_of(top_k, dtype, pdl=pdl), architecture, wanted)
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache."""
     monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture
-def compiler(gpu_compiler: Any) -> Any:
-    """The real one."""
-    return gpu_compiler
+def folder(gpu_compiler: Any, alone: Path) -> Path:
+    """The same, beside a compiler."""
+    return alone
 
 
 @pytest.fixture
@@ -70,17 +71,14 @@ def no_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forbid_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any, **named: Any) -> bytes:
-        pytest.fail("compiled")
-
-    monkeypatch.setattr(nvrtc, "compile_cubin", fail)
+    monkeypatch.setattr(nvrtc, "compile_cubin", mock.Mock(side_effect=AssertionError("compiled")))
 
 
 def test_architectures_are_those_of_the_driver_table() -> None:
     assert tuple(driver.ARCHITECTURES.values()) == nvrtc.ARCHITECTURES
 
 
-def test_compiled_once(compiler: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = nvrtc.load_or_compile(SMALL, "sm_90a")
     assert first == nvrtc.compile_cubin(SMALL, "sm_90a")
     forbid_compiling(monkeypatch)
@@ -88,7 +86,7 @@ def test_compiled_once(compiler: Any, folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_the_key_is_made_of(
-    compiler: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+    gpu_compiler: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvrtc.load_or_compile(SMALL, "sm_90a")
     nvrtc.load_or_compile(SMALL, "sm_100a")
@@ -97,13 +95,13 @@ def test_what_the_key_is_made_of(
     nvrtc.load_or_compile(SMALL, "sm_90a")
     assert len(list(folder.glob("*.cubin"))) == 4
     # Another NVRTC finds what this one has made.
-    monkeypatch.setattr(compiler, "nvrtcVersion", lambda: (compiler.nvrtcResult(0), 99, 9))
+    monkeypatch.setattr(gpu_compiler, "nvrtcVersion", lambda: (gpu_compiler.nvrtcResult(0), 99, 9))
     assert nvrtc.version() == "99.9"
     forbid_compiling(monkeypatch)
     nvrtc.load_or_compile(SMALL, "sm_90a")
 
 
-def test_geometries_have_kernels_of_their_own(compiler: Any, folder: Path) -> None:
+def test_geometries_have_kernels_of_their_own(folder: Path) -> None:
     cubins = {cubin_of(2, dtype, pdl=pdl) for dtype in header.elements() for pdl in (False, True)}
     assert len(cubins) == len(list(folder.glob("*.cubin"))) == 6
     assert nvrtc.is_cached(build_of(2).text(), "sm_90a")
@@ -115,7 +113,7 @@ def names_lines_of(source: Path, cubin: bytes) -> bool:
     return all(f"{part}\0".encode() in cubin for part in (source.parent, source.name))
 
 
-def test_lines_of_the_source(compiler: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_the_source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same instructions with the lines of a file that lies beside them; another entry."""
     text = build_of(2).text()
     plain = nvrtc.load_or_compile(text, "sm_90a")
@@ -139,9 +137,7 @@ def test_lines_of_the_source(compiler: Any, folder: Path, monkeypatch: pytest.Mo
     assert nvrtc.load_or_compile(text, "sm_90a") == plain
 
 
-def test_a_source_that_cannot_be_written(
-    compiler: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_cannot_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_NVLINK_LINEINFO", "1")
     nvrtc.load_or_compile(SMALL, "sm_90a")
     (source,) = folder.glob("*.cu")
@@ -155,7 +151,7 @@ def test_a_source_that_cannot_be_written(
     assert names_lines_of(source, nvrtc.load_or_compile(SMALL, "sm_90a"))
 
 
-def test_neither_lines_nor_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_lines_nor_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_NVLINK_LINEINFO", "yes")
     with pytest.raises(ConfigError, match="MOE_NVLINK_LINEINFO='yes' must be 0 or 1; unset it for"):
         nvrtc.is_cached(SMALL, "sm_90a")
@@ -190,7 +186,10 @@ def of_another_machine(data: bytes) -> bytes:
     ids=["empty", "text", "sealed text", "short", "one byte", "no seal", "a bit", "x86"],
 )
 def test_a_damaged_file_is_compiled_anew(
-    compiler: Any, folder: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+    gpu_compiler: Any,
+    folder: Path,
+    damage: Callable[[bytes], bytes],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     cubin = nvrtc.load_or_compile(SMALL, "sm_90a")
     (path,) = folder.glob("*.cubin")
@@ -202,12 +201,10 @@ def test_a_damaged_file_is_compiled_anew(
     assert f"{path} is not used: it is damaged" in caplog.text
 
 
-# No compiler.
+# No gpu_compiler.
 
 
-def test_a_hit_needs_no_compiler(
-    compiler: Any, folder: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_hit_needs_no_compiler(folder: Path, request: pytest.FixtureRequest) -> None:
     cubin = cubin_of(2)
     request.getfixturevalue("no_bindings")
     assert cubin_of(2) == cubin
@@ -215,7 +212,7 @@ def test_a_hit_needs_no_compiler(
         nvrtc.load_or_compile(SMALL, "sm_90a")
 
 
-def test_a_hit_loads_no_compiler(compiler: Any, folder: Path) -> None:
+def test_a_hit_loads_no_compiler(folder: Path) -> None:
     cubin_of(2)
     code = (
         "import sys; from moe_nvlink_plugin.exchange.kernels import DISPATCH, LAYER;"
@@ -224,27 +221,24 @@ def test_a_hit_loads_no_compiler(compiler: Any, folder: Path) -> None:
         "machine_code.cubin_for(build, 'sm_90a', wanted);"
         "raise SystemExit('cuda.bindings.nvrtc' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert python("-c", code).returncode == 0
 
 
-def test_a_miss_without_a_compiler_says_what_to_run(folder: Path, no_bindings: None) -> None:
+def test_a_miss_without_a_compiler_says_what_to_run(alone: Path, no_bindings: None) -> None:
     with pytest.raises(UnsupportedError) as caught:
         cubin_of(6, "fp16", "sm_103a", pdl=False)
     text = str(caught.value)
-    assert text.startswith(f"no compiled kernels for top_k=6, dtype=fp16 on sm_103a in {folder}")
+    assert text.startswith(f"no compiled kernels for top_k=6, dtype=fp16 on sm_103a in {alone}")
     line = "moe-nvlink precompile --arch sm_103a --geometry top_k=6,dtype=fp16 --no-pdl"
     assert f"\n  {line} --cache-dir DIR\n" in text
     assert "MOE_NVLINK_CACHE_DIR=DIR" in text
-    assert not list(folder.glob("*.cubin"))
+    assert not list(alone.glob("*.cubin"))
 
 
-def test_bindings_without_the_library(
-    compiler: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing() -> None:
-        raise RuntimeError('Failure finding "libnvrtc.so.13": No such file\nand more')
-
-    monkeypatch.setattr(compiler, "nvrtcVersion", missing)
+def test_bindings_without_the_library(gpu_compiler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = 'Failure finding "libnvrtc.so.13": No such file\nand more'
+    missing = mock.Mock(side_effect=RuntimeError(told))
+    monkeypatch.setattr(gpu_compiler, "nvrtcVersion", missing)
     with pytest.raises(UnsupportedError, match=r"no NVRTC library \(.*libnvrtc.so.13.*pip install"):
         nvrtc.load_or_compile(SMALL, "sm_90a")
 
@@ -253,18 +247,16 @@ def test_bindings_without_the_library(
 
 
 @pytest.mark.parametrize("architecture", ["sm_99a", "sm_30", "hopper"])
-def test_an_architecture_this_nvrtc_does_not_know(
-    compiler: Any, folder: Path, architecture: str
-) -> None:
+def test_an_architecture_this_nvrtc_does_not_know(folder: Path, architecture: str) -> None:
     with pytest.raises(UnsupportedError, match=f"does not know {architecture} .*sm_90.*install"):
         nvrtc.load_or_compile(SMALL, architecture)
 
 
 def test_an_nvrtc_older_than_the_architecture(
-    compiler: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+    gpu_compiler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    success = compiler.nvrtcResult(0)
-    monkeypatch.setattr(compiler, "nvrtcGetSupportedArchs", lambda: (success, [80, 90, 100]))
+    success = gpu_compiler.nvrtcResult(0)
+    monkeypatch.setattr(gpu_compiler, "nvrtcGetSupportedArchs", lambda: (success, [80, 90, 100]))
     with pytest.raises(
         UnsupportedError, match=r"does not know sm_103a \(it knows sm_80, sm_90, sm_100\)"
     ):
@@ -273,12 +265,12 @@ def test_an_nvrtc_older_than_the_architecture(
 
 
 def test_an_nvrtc_that_torch_has_loaded_is_too_old(
-    compiler: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+    gpu_compiler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As torch 2.9 does, which is built for CUDA 12.8; what is in the cache needs none."""
     made = cubin_of(2)
-    success = compiler.nvrtcResult(0)
-    monkeypatch.setattr(compiler, "nvrtcVersion", lambda: (success, 12, 8))
+    success = gpu_compiler.nvrtcResult(0)
+    monkeypatch.setattr(gpu_compiler, "nvrtcVersion", lambda: (success, 12, 8))
     words = r"NVRTC 12\.8 is loaded, .* 13\.0\.48 or newer: .*built for CUDA 13, .*precompile"
     with pytest.raises(UnsupportedError, match=words):
         nvrtc.version()
@@ -287,7 +279,7 @@ def test_an_nvrtc_that_torch_has_loaded_is_too_old(
     assert cubin_of(2) == made
 
 
-def test_a_failure_shows_the_log_and_what_to_do(compiler: Any, folder: Path) -> None:
+def test_a_failure_shows_the_log_and_what_to_do(folder: Path) -> None:
     with pytest.raises(CompileError) as caught:
         nvrtc.load_or_compile("no_such_type f();", "sm_90a")
     text = str(caught.value)
@@ -300,7 +292,7 @@ def test_a_failure_shows_the_log_and_what_to_do(compiler: Any, folder: Path) -> 
 
 
 def test_a_spill_is_compiled_for_the_user_and_logged(
-    compiler: Any, folder: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(CompileError, match="spill"):
         nvrtc.compile_cubin(SPILLING, "sm_90a")
@@ -311,7 +303,7 @@ def test_a_spill_is_compiled_for_the_user_and_logged(
     assert "spill" in caplog.text
 
 
-def test_the_checksum_stands_behind_the_elf_file(compiler: Any, folder: Path) -> None:
+def test_the_checksum_stands_behind_the_elf_file(folder: Path) -> None:
     """So that cuobjdump reads the file as it lies in the cache."""
     cubin = nvrtc.load_or_compile(build_of(2).text(), "sm_90a")
     (path,) = folder.glob("*.cubin")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
+
+from tests.support.programs import python
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
 
@@ -40,11 +40,9 @@ print(json.dumps([main, started, beside, cores()]))
 def test_threads_of_kernels_use_all_cores_that_openmp_binds() -> None:
     """The worker's environment is as vLLM makes it for VLLM_CPU_OMP_THREADS_BIND=0,1."""
     bound = {"GOMP_CPU_AFFINITY": " ".join(map(str, CORES)), "OMP_NUM_THREADS": "2"}
-    command = [sys.executable, "-c", _WORKER]
-    said = subprocess.run(
-        command, env=os.environ | bound, check=True, timeout=120, stdout=subprocess.PIPE, text=True
-    ).stdout
-    main, started, beside, after = json.loads(said)
+    done = python("-c", _WORKER, variables=bound)
+    assert done.returncode == 0, done.stderr
+    main, started, beside, after = json.loads(done.stdout)
     assert main == after == CORES[:1], "OpenMP binds the main thread to the first core"
     assert len(started) == 2, "a layer of three threads starts two"
     assert started + beside == [CORES] * 3

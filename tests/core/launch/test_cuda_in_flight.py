@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from moe_nvlink_plugin.errors import DriverError
-from tests.core.launch.test_cuda_launch import alone, in_driver, inputs, units_of
+from tests.core.launch.test_cuda_launch import Driven, alone, inputs, units_of
 from tests.support import fake_cuda
 from tests.support.fake_cuda import ptx
 from tests.support.fake_cuda.transport import capturing
@@ -61,10 +60,8 @@ def streams_and_calls() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("on", ["host", ptx.LONG])
-def test_a_verb_has_a_stream_of_its_own(
-    on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = in_driver(streams_and_calls, tmp_path, monkeypatch, units=units_of(on))
+def test_a_verb_has_a_stream_of_its_own(on: str, driven: Driven) -> None:
+    seen = driven(streams_and_calls, units=units_of(on))
     assert seen["same"]
     # The first launch after `wait` comes after that event; the next one after a kernel.
     assert seen["pdl"] == (1, 0, 0, 1), "PDL orders no kernel after another stream's event"
@@ -100,10 +97,8 @@ def two_channels() -> list[bool]:
         return [*same, streams[0] != streams[1]]
 
 
-def test_channels_do_not_queue_behind_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert in_driver(two_channels, tmp_path, monkeypatch) == [True] * 3
+def test_channels_do_not_queue_behind_each_other(driven: Driven) -> None:
+    assert driven(two_channels) == [True] * 3
 
 
 def captures() -> list[bool]:
@@ -129,10 +124,8 @@ def captures() -> list[bool]:
 
 
 @pytest.mark.parametrize("on", ["host", ptx.LONG])
-def test_a_graph_holds_both_halves(
-    on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outcome = in_driver(captures, tmp_path, monkeypatch, units=units_of(on))
+def test_a_graph_holds_both_halves(on: str, driven: Driven) -> None:
+    outcome = driven(captures, units=units_of(on))
     assert outcome == [True] * 6
 
 
@@ -143,10 +136,8 @@ def captured_without_wait() -> str:
         return str(caught.value)
 
 
-def test_a_capture_that_lacks_the_wait_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "UNJOINED" in in_driver(captured_without_wait, tmp_path, monkeypatch)
+def test_a_capture_that_lacks_the_wait_fails(driven: Driven) -> None:
+    assert "UNJOINED" in driven(captured_without_wait)
 
 
 def destroyed() -> dict[str, int]:
@@ -160,6 +151,6 @@ def destroyed() -> dict[str, int]:
     return {name: count for name, count in control.calls().items() if name.endswith("Destroy")}
 
 
-def test_streams_end_with_the_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = in_driver(destroyed, tmp_path, monkeypatch)
+def test_streams_end_with_the_workspace(driven: Driven) -> None:
+    ended = driven(destroyed)
     assert ended == {"cuStreamDestroy": 1, "cuEventDestroy": 2}

@@ -176,10 +176,6 @@ def test_few_rows_of_logits_are_split() -> None:
     assert head_argmax_shape(64, 32320 * 2, limits(num_sms=1)) == (4, 256, 1)
 
 
-def test_splits_are_those_of_the_kernel() -> None:
-    assert constants()["kMaxHeadSplits"] == MOST_HEAD_SPLITS
-
-
 @given(
     num_rows=st.integers(0, 20000),
     row_bytes=st.integers(0, 2**22),

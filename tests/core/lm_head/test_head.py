@@ -22,12 +22,7 @@ from moe_nvlink_plugin import (
     sharded_argmax,
     sharded_logits,
 )
-from moe_nvlink_plugin.errors import (
-    ConfigError,
-    DisagreementError,
-    ExchangeStateError,
-    PeerError,
-)
+from moe_nvlink_plugin.errors import ConfigError, DisagreementError, ExchangeStateError, PeerError
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.lm_head.config import MAX_VOCAB_SIZE
@@ -125,12 +120,8 @@ def test_shapes(
     seed: int,
     data: st.DataObject,
 ) -> None:
-    values: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "max_rows_per_rank": capacity,
-        "dtype": dtype,
-    }
+    values: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": hidden_size}
+    values |= {"max_rows_per_rank": capacity, "dtype": dtype}
     counts = data.draw(st.lists(st.integers(0, capacity), min_size=tp_size, max_size=tp_size))
     one = problem(config(tp_size, **values), counts, seed, padding=padding, bias=bias)
     check([one], tp_size, both=True, num_threads=num_threads, **values)
@@ -215,10 +206,8 @@ def test_nan_is_larger_than_everything(dtype: torch.dtype) -> None:
 def test_infinities(dtype: torch.dtype) -> None:
     assert found(given_logits([-INF] * 48, dtype)) == [0, 0]
     assert found(given_logits([-INF] * 47 + [-60000.0], dtype)) == [47, 47]
-    assert found(given_logits([INF if i in (17, 35) else 9.0 for i in range(48)], dtype)) == [
-        17,
-        17,
-    ]
+    two = [INF if i in (17, 35) else 9.0 for i in range(48)]
+    assert found(given_logits(two, dtype)) == [17, 17]
     assert found(given_logits([INF] * 48, dtype, scale=-1.0)) == [0, 0]
 
 
@@ -229,12 +218,6 @@ def test_zeros_are_equal(dtype: torch.dtype) -> None:
     assert found(given_logits([-1.0] * 5 + [0.0] * 20 + [-0.0] * 23, dtype)) == [5, 5]
     tiny = torch.finfo(dtype).smallest_normal
     assert found(given_logits([-tiny] * 5 + [-0.0] * 20 + [tiny] * 23, dtype)) == [25, 25]
-
-
-def test_negative_values_are_in_order() -> None:
-    logits = [-float(100 - i % 50) for i in range(48)]
-    assert found(given_logits(logits)) == [47, 47]
-    assert found(given_logits(logits, scale=-0.5)) == [0, 0]
 
 
 # Bias, soft cap and scale.
@@ -311,16 +294,8 @@ class LastRank:
     """
 
     def __init__(self) -> None:
-        self.config = HeadConfig(
-            tp_size=128,
-            tp_rank=127,
-            vocab_size=MAX_VOCAB_SIZE,
-            hidden_size=1,
-            max_rows_per_rank=1,
-            dtype=torch.float16,
-            timeout_s=0.05,
-            num_threads=1,
-        )
+        sizes = {"vocab_size": MAX_VOCAB_SIZE, "hidden_size": 1, "max_rows_per_rank": 1}
+        self.config = config(128, 127, dtype=torch.float16, timeout_s=0.05, num_threads=1, **sizes)
         layout = head_layout(self.config)
         self._regions = layout.channel_regions(0)
         self.memory = torch.zeros(layout.total_bytes + REGION_ALIGNMENT, dtype=torch.uint8)
@@ -338,11 +313,8 @@ class LastRank:
 
     def run(self, logits: torch.Tensor) -> int:
         """The id of the largest logit of this rank's vocabulary."""
-        library, hidden, ids = (
-            host.load(kernel_texts.host_source()),
-            torch.ones(1).half(),
-            torch.full((1,), -1),
-        )
+        library = host.load(kernel_texts.host_source())
+        hidden, ids = torch.ones(1).half(), torch.full((1,), -1)
         gather, argmax = (
             library.kernel(kernel.name, kernel.args_type()) for kernel in (GATHER, ARGMAX)
         )
@@ -443,7 +415,6 @@ def test_two_groups_and_an_exchange_in_one_process() -> None:
 def test_memory_that_is_released_comes_back_in_its_place() -> None:
     mine = config(2, full_logits=True)
     first, second = problem(mine, [1, 3], 1), problem(mine, [4, 2], 2)
-    calls: list[str] = []
 
     def rank_main(group: ThreadGroup) -> None:
         with HeadGroup.create(config(2, group.rank, full_logits=True), group) as head:
@@ -464,16 +435,13 @@ def test_memory_that_is_released_comes_back_in_its_place() -> None:
             check_argmax(head, second)
             check_logits(head, first)
             assert head.stats().rounds == before.rounds + 2
-            calls.append("right")
 
     run_ranks(2, rank_main)
-    assert calls == ["right"] * 2
 
 
 def test_heads_that_ranks_release_in_different_order() -> None:
     """Of equal configuration, also beside an exchange; nothing has changed then."""
     one = problem(config(2), [1, 3], 1)
-    calls: list[str] = []
 
     def rank_main(group: ThreadGroup) -> None:
         mine = config(2, group.rank, timeout_s=20.0)
@@ -499,10 +467,8 @@ def test_heads_that_ranks_release_in_different_order() -> None:
             check_argmax(head, one)
             head.close()
         exchange.close()
-        calls.append("right")
 
     run_ranks(2, rank_main)
-    assert calls == ["right"] * 2
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -548,13 +514,14 @@ def test_memory() -> None:
 def test_close() -> None:
     (group,) = ThreadGroup.ranks(1)
     one = problem(config(), [2])
-    with HeadGroup.create(config(), group) as head:
+    with HeadGroup.create(config(full_logits=True), group) as head:
         check_argmax(head, one)
         assert head.failure() is None
         head.synchronize()
     head.close()  # once more is nothing
-    with pytest.raises(ExchangeStateError, match=r"head group \d+ is closed; create a new"):
-        check_argmax(head, one)
+    for check_of in (check_argmax, check_logits):
+        with pytest.raises(ExchangeStateError, match=r"head group \d+ is closed; create a new"):
+            check_of(head, one)
 
 
 def segments() -> set[str]:

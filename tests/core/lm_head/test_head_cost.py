@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -175,29 +175,19 @@ def test_an_unknown_gpu_splits_no_more_than_any_known_one(name: str) -> None:
 
 
 def test_rates_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    @dataclasses.dataclass
-    class Gpu:
-        name: str
-
-    asked = []
-
-    def device(index: int) -> Gpu:
-        asked.append(index)
-        return Gpu("NVIDIA H200")
-
+    device = mock.Mock()
+    device.return_value.name = "NVIDIA H200"
     monkeypatch.setattr(driver, "device", device)
     found = head_cost.rates_of(torch.device("cuda", 3), 4)
     assert found == head_cost.rates_of_gpu("NVIDIA H200", 4)
     assert head_cost.rates_of(torch.device("cuda")) == head_cost.rates_of_gpu("NVIDIA H200")
-    assert asked == [3, 0]
+    assert device.call_args_list == [mock.call(3), mock.call(0)]
     assert head_cost.rates_of(torch.device("cpu"), 4) == head_cost.CPU_RATES[4]
 
 
 def test_a_gpu_that_no_driver_names_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def device(index: int) -> None:
-        raise UnsupportedError("no CUDA driver")
-
-    monkeypatch.setattr(driver, "device", device)
+    missing = mock.Mock(side_effect=UnsupportedError("no CUDA driver"))
+    monkeypatch.setattr(driver, "device", missing)
     assert head_cost.rates_of(torch.device("cuda")) == head_cost.rates_of_gpu("unknown")
 
 

@@ -14,16 +14,8 @@ from torch._subclasses import FakeTensorMode
 from moe_nvlink_plugin import HeadGroup, sharded_argmax, sharded_logits
 from moe_nvlink_plugin.errors import ExchangeStateError, InputError
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.support.small_head import (
-    CAPACITY,
-    HIDDEN,
-    check_argmax,
-    check_logits,
-    config,
-    ids_of,
-    logits_of,
-    problem,
-)
+from tests.support import small_head
+from tests.support.small_head import check_argmax, check_logits, config, ids_of, logits_of, problem
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -47,7 +39,7 @@ def arguments(head: HeadGroup, **changes: Any) -> tuple[Any, ...]:
         "bias": one.bias,
         "soft_cap": 30.0,
         "scale": 0.5,
-        "row_bound": CAPACITY,
+        "row_bound": small_head.CAPACITY,
         "handle": head._handle,
     }
     return tuple((usual | changes).values())
@@ -57,7 +49,7 @@ def arguments(head: HeadGroup, **changes: Any) -> tuple[Any, ...]:
 def test_opcheck(op: Any, head: HeadGroup) -> None:
     torch.library.opcheck(op, arguments(head))
     torch.library.opcheck(op, arguments(head, bias=None, soft_cap=None, scale=1.0))
-    torch.library.opcheck(op, arguments(head, hidden=torch.empty(0, HIDDEN)))
+    torch.library.opcheck(op, arguments(head, hidden=torch.empty(0, small_head.HIDDEN)))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -71,7 +63,7 @@ def test_fakes(op: Any, head: HeadGroup) -> None:
     assert (fake.shape, fake.dtype, fake.device) == (real.shape, real.dtype, real.device)
     assert head.stats().rounds == rounds
     with pytest.raises(InputError, match="hidden is on meta, this exchange works on cpu"):
-        op(*arguments(head, hidden=torch.empty(3, HIDDEN, device="meta")))
+        op(*arguments(head, hidden=torch.empty(3, small_head.HIDDEN, device="meta")))
     with pytest.raises(ExchangeStateError, match="head group 999999 is closed"):
         op(*arguments(head, handle=999999))
 
@@ -105,17 +97,16 @@ def test_calls_are_neither_dropped_nor_put_in_another_order(backend: str, head: 
     """
     one = problem(config(), [3])
     seen: list[str] = []
-    really = {"argmax": head._head.argmax, "logits": head._head.logits}
 
-    def recorded(name: str) -> Callable[..., torch.Tensor]:
+    def recorded(name: str, really: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def call(given: Any) -> torch.Tensor:
             seen.append(f"{name} of {len(given.hidden)}")
-            return really[name](given)
+            return really(given)
 
         return call
 
-    for name in really:
-        setattr(head._head, name, recorded(name))
+    for name in ("argmax", "logits"):
+        setattr(head._head, name, recorded(name, getattr(head._head, name)))
 
     def several(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # Nothing pointwise: Inductor needs no compiler for it.

@@ -17,7 +17,7 @@ from moe_nvlink_plugin.exchange import all_to_all
 from moe_nvlink_plugin.lm_head import group as lm_head_group
 from moe_nvlink_plugin.memory.startup import Startup, Timeouts
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
-from tests.core.exchange.small_exchange import config, good
+from tests.core.exchange.small_exchange import config, plain
 
 TIMEOUTS = Timeouts(first=60.0, later=0.3)
 
@@ -67,7 +67,7 @@ def late_by(seconds: float, group: ThreadGroup, *, held: bool = False, rounds: i
         if held:
             layer.hold_startup()
         for number in range(rounds):
-            received = layer.dispatch(**{**good(), "extra_payloads": ()})
+            received = layer.dispatch(**plain())
             if group.rank == 1 and number == rounds - 1:
                 time.sleep(seconds)
             layer.combine(layer.combine_input().zero_(), received.metadata)
@@ -78,10 +78,8 @@ def late_by(seconds: float, group: ThreadGroup, *, held: bool = False, rounds: i
 def test_a_rank_that_tunes_its_experts_at_first_ends_nobody(held: bool, rounds: int) -> None:
     """It takes five times what a rank waits later."""
     seconds = 5 * TIMEOUTS.later
-    assert run_ranks(2, lambda group: late_by(seconds, group, held=held, rounds=rounds)) == [
-        rounds,
-        rounds,
-    ]
+    found = run_ranks(2, lambda group: late_by(seconds, group, held=held, rounds=rounds))
+    assert found == [rounds] * 2
 
 
 def test_later_the_same_is_a_timeout() -> None:
@@ -97,7 +95,7 @@ def test_the_error_names_the_first_limit() -> None:
         with MoeAllToAll.create(mine, group) as layer:
             try:
                 if group.rank == 0:
-                    layer.dispatch(**{**good(), "extra_payloads": ()})
+                    layer.dispatch(**plain())
             finally:
                 group.all_gather_object(None)
 

@@ -80,7 +80,9 @@ def test_counted_over_layers_channels_and_growth() -> None:
 
 def test_one_rank_moves_nothing_away() -> None:
     case = Case(name="alone", tokens=(8,))
-    (stats,) = run_ranks(1, lambda group: _stats_after_a_round(case, group))
+    with created(case) as layer:
+        cases.run_round(layer, cases.make_inputs(case)[0])
+        stats = layer.stats()
     assert stats.destinations == stats.tokens == 8
     assert stats.bytes_dispatched > 0
     for name in ("remote_destinations", "bytes_dispatched_remote", "bytes_combined_remote"):
@@ -88,22 +90,16 @@ def test_one_rank_moves_nothing_away() -> None:
     assert stats.bytes_allgather == stats.bytes_reducescatter == 0
 
 
-def _stats_after_a_round(case: Case, group: ThreadGroup) -> ExchangeStats:
-    with MoeAllToAll.create(case.config(group.rank), group) as layer:
-        cases.run_round(layer, cases.make_inputs(case)[group.rank])
-        return layer.stats()
+def created(case: Case) -> MoeAllToAll:
+    return MoeAllToAll.create(case.config(0), ThreadGroup.ranks(1)[0])
 
 
 def test_the_size_is_told_before_it_is_taken(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="moe_nvlink_plugin")
     case = Case(name="large", tokens=(1,), hidden_size=4096, capacity=256)
-    (size,) = run_ranks(1, lambda group: _workspace_bytes(case, group))
+    with created(case) as layer:
+        size = layer.workspace_bytes
     (line,) = [r.getMessage() for r in caplog.records if "allocates a workspace" in r.getMessage()]
     assert f"{size / 2**20:.1f} MiB" in line
     assert "recv_hidden_states 4194304" in line
     assert "combine 4194304" in line
-
-
-def _workspace_bytes(case: Case, group: ThreadGroup) -> int:
-    with MoeAllToAll.create(case.config(group.rank), group) as layer:
-        return layer.workspace_bytes

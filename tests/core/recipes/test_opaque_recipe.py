@@ -9,19 +9,11 @@ from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, QuantisingRecipe
 from moe_nvlink_plugin.config import ACTIVATION_DTYPES
 from moe_nvlink_plugin.errors import ConfigError, InputError
 from moe_nvlink_plugin.testing import ThreadGroup
+from tests.core.exchange.small_exchange import config
 
 
 def config_of(recipe: str, dtype: torch.dtype = torch.bfloat16) -> AllToAllConfig:
-    return AllToAllConfig(
-        ep_size=1,
-        ep_rank=0,
-        num_experts=2,
-        top_k=1,
-        hidden_size=8,
-        max_tokens_per_rank=4,
-        dtype=dtype,
-        recipe=recipe,
-    )
+    return config(top_k=1, dtype=dtype, recipe=recipe)
 
 
 @pytest.mark.parametrize("dtype", ACTIVATION_DTYPES)

@@ -20,12 +20,6 @@ VALUES = {"top_k": "8", "recipe": "nvfp4", "combine": "fp8_block", "dtype": "fp1
 KERNELS = {kernel.name: kernel for family in shipped.FAMILIES for kernel in family.kernels}
 
 
-@pytest.fixture
-def compiler() -> None:
-    """The real one."""
-    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
-
-
 def build_of(name: str) -> Build:
     axes = {axis.name for axis in KERNELS[name].axes}
     return dump_source.parse_build(name, [f"{n}={v}" for n, v in VALUES.items() if n in axes])
@@ -35,7 +29,7 @@ def build_of(name: str) -> Build:
 @pytest.mark.parametrize(
     ("name", "architecture"), list(zip(KERNELS, itertools.cycle(["sm_90a", "sm_100a"])))
 )
-def test_the_code_is_that_of_the_product(compiler: None, name: str, architecture: str) -> None:
+def test_the_code_is_that_of_the_product(gpu_compiler: None, name: str, architecture: str) -> None:
     build = build_of(name)
     text = dump_source.text(build, architecture)
     assert text != build.text()
@@ -68,7 +62,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "constexpr bool kHasFp4Conversions = true;" in out
 
 
-def test_ptx(compiler: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ptx(gpu_compiler: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["dump-source", "--arch", "sm_90a", "meet", "--ptx"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("// meet pdl=yes for sm_90a\n")
@@ -80,10 +74,7 @@ def test_ptx(compiler: None, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
-        (
-            "combined",
-            "kernel 'combined' is unknown; use one of dispatch, combine, small_dispatch, ",
-        ),
+        ("combined", "kernel 'combined' is unknown; use one of dispatch, combine, small_dispatch"),
         ("combine", "top_k is missing; combine takes top_k from 1 to 32; dtype of bf16, fp16, "),
         ("combine top_k=33", "top_k=33 is none of the values that kernels are built for; use one "),
         ("combine top_k=8 recipe=mxfp8", "unknown: recipe; combine takes top_k from 1 to 32; "),

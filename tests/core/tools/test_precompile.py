@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import platformdirs
 import pytest
 
 from moe_nvlink_plugin import driver
@@ -20,6 +20,7 @@ from moe_nvlink_plugin.launch import machine_code
 from moe_nvlink_plugin.launch.kernel import Kernel
 from moe_nvlink_plugin.lm_head.kernels import HEAD
 from moe_nvlink_plugin.tools import cli, precompile, shipped
+from tests.support.programs import python
 
 pytestmark = pytest.mark.timeout(600)  # of a busy machine; alone each takes seconds
 
@@ -32,33 +33,31 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "kernels"
 
 
-@pytest.fixture
-def compiler() -> None:
-    """The real one."""
-    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
-
-
 def run(folder: Path, *arguments: str) -> int:
     return cli.main(["precompile", "--cache-dir", str(folder), "--jobs", "1", *arguments])
 
 
 def test_geometries() -> None:
-    assert precompile.parse_geometry("deepseek-v3") == LAYER.variant(top_k=8, dtype="bf16")
-    assert precompile.parse_geometry("gpt-oss") == LAYER.variant(top_k=4, dtype="bf16")
-    assert precompile.parse_geometry("top_k=6,dtype=fp16") == LAYER.variant(top_k=6, dtype="fp16")
-    assert precompile.parse_geometry("top_k=6") == LAYER.variant(top_k=6, dtype="bf16")
-    for geometry in precompile.PRESETS.values():
+    formats = LAYER.variant(top_k=8, dtype="bf16", recipe="fp8_block", combine="nvfp4")
+    for text, geometry in {
+        "deepseek-v3": LAYER.variant(top_k=8, dtype="bf16"),
+        "gpt-oss": LAYER.variant(top_k=4, dtype="bf16"),
+        "top_k=6,dtype=fp16": LAYER.variant(top_k=6, dtype="fp16"),
+        "top_k=6": LAYER.variant(top_k=6, dtype="bf16"),
+        "top_k=8,recipe=none,combine=bf16": LAYER.variant(top_k=8),
+        "gpt-oss,recipe=mxfp8": LAYER.variant(top_k=4, recipe="mxfp8"),
+        "top_k=8,dtype=bf16,recipe=fp8_block,combine=nvfp4": formats,
+        "lm_head": HEAD.variant(dtype="bf16"),
+        **{f"lm_head,dtype={name}": HEAD.variant(dtype=name) for name in header.elements()},
+        **{str(geometry): geometry for geometry in (*precompile.PRESETS.values(), formats)},
+    }.items():
+        assert precompile.parse_geometry(text) == geometry
         assert precompile.parse_geometry(str(geometry)) == geometry
 
 
-def test_geometries_with_formats() -> None:
-    text = "top_k=8,dtype=bf16,recipe=fp8_block,combine=nvfp4"
-    geometry = precompile.parse_geometry(text)
-    assert geometry == LAYER.variant(top_k=8, dtype="bf16", recipe="fp8_block", combine="nvfp4")
-    assert str(geometry) == text
-    assert precompile.parse_geometry("top_k=8,recipe=none,combine=bf16") == LAYER.variant(top_k=8)
-    with_recipe = precompile.parse_geometry("gpt-oss,recipe=mxfp8")
-    assert with_recipe == LAYER.variant(top_k=4, recipe="mxfp8")
+def test_builds_of_a_geometry() -> None:
+    geometry = precompile.parse_geometry("top_k=8,dtype=bf16,recipe=fp8_block,combine=nvfp4")
+    assert str(geometry) == "top_k=8,dtype=bf16,recipe=fp8_block,combine=nvfp4"
     # As a layer asks for them: rows as they come, rows by its recipe, and its combine.
     codes = [(build.kernel.name, *build.values) for build in geometry.builds(pdl=True)]
     assert codes == [
@@ -70,16 +69,9 @@ def test_geometries_with_formats() -> None:
         ("small_combine", 8, 0, 14, 1),
         ("meet", 1),
     ]
-
-
-def test_geometries_of_a_shared_head() -> None:
-    assert precompile.parse_geometry("lm_head") == HEAD.variant(dtype="bf16")
-    for dtype in header.elements():
-        geometry = precompile.parse_geometry(f"lm_head,dtype={dtype}")
-        assert geometry == HEAD.variant(dtype=dtype)
-        names = [build.kernel.name for build in geometry.builds(pdl=True)]
-        assert names == ["head_gather", "head_argmax", "head_collect"]
-        assert precompile.parse_geometry(str(geometry)) == geometry
+    of_head = precompile.parse_geometry("lm_head,dtype=fp32").builds(pdl=True)
+    names = [build.kernel.name for build in of_head]
+    assert names == ["head_gather", "head_argmax", "head_collect"]
 
 
 @pytest.mark.parametrize(
@@ -93,22 +85,16 @@ def test_geometries_of_a_shared_head() -> None:
         ("top_k=8,top_k=6", "top_k is given twice"),
         ("gpt-oss,lm_head", "'lm_head' is not name=value"),
         ("top_k=08.0", "top_k=08.0 is none of the values"),
+        *((text, "") for text in ("", "deepseek", "top_k=0", "top_k=33", "top_k=8,dtype=fp8")),
+        *((text, "") for text in ("dtype=bf16", "top_k=x", "top_k=8,hidden=7168", "top_k=-1", "8")),
+        *((text, "") for text in ("top_k=8,recipe=fp8", "top_k=8,combine=mxfp8", "gpt-oss,recipe")),
+        *((text, "") for text in ("gpt-oss,hidden=1", "lm_head,dtype=fp8", "lm_head,top_k=8")),
+        ("lm_head=bf16", ""),
     ],
 )
-def test_why_a_geometry_is_refused(text: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=f": {re.escape(reason)}"):
-        precompile.parse_geometry(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "deepseek", "top_k=0", "top_k=33", "top_k=8,dtype=fp8", "dtype=bf16", "top_k=x", "top_k"]
-    + ["top_k=8,top_k=6", "top_k=8,hidden=7168", "top_k=-1", "8"]
-    + ["top_k=8,recipe=fp8", "top_k=8,combine=mxfp8", "gpt-oss,recipe", "gpt-oss,hidden=1"]
-    + ["lm_head,dtype=fp8", "lm_head,top_k=8", "lm_head,", "gpt-oss,lm_head", "lm_head=bf16"],
-)
-def test_malformed_geometries(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match=r"neither a model \(deepseek-v3.*from 1 to 32.*bf16"):
+def test_malformed_geometries(text: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    why = f"(?s)neither a model .deepseek-v3.*from 1 to 32.*bf16.*: {re.escape(reason)}"
+    with pytest.raises(ConfigError, match=why):
         precompile.parse_geometry(text)
     with pytest.raises(SystemExit) as caught:
         cli.main(["precompile", "--geometry", text])
@@ -118,7 +104,7 @@ def test_malformed_geometries(text: str, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.long
 def test_what_it_makes_is_what_ranks_ask_for(
-    compiler: None, folder: Path, capsys: pytest.CaptureFixture[str]
+    gpu_compiler: Any, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--arch", "sm_90a", "sm_100a", "--geometry", "top_k=2", "top_k=1,dtype=fp32"]
     assert run(folder, *arguments) == 0
@@ -144,8 +130,8 @@ def test_what_it_makes_is_what_ranks_ask_for(
         "wanted = LAYER.variant(top_k=1, dtype='fp32');"
         "[cubin_for(each, 'sm_100a', wanted) for each in wanted.builds(pdl=True)]"
     )
-    environment = {**os.environ, "MOE_NVLINK_CACHE_DIR": str(folder)}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=240, env=environment)
+    done = python("-c", code, variables={"MOE_NVLINK_CACHE_DIR": str(folder)})
+    assert done.returncode == 0, done.stderr
     # Without PDL it is other code.
     assert run(folder, "--arch", "sm_90a", "--geometry", "top_k=2", "--no-pdl") == 0
     assert len(list(folder.glob("*.cubin"))) == 18 + 5
@@ -155,7 +141,7 @@ def test_what_it_makes_is_what_ranks_ask_for(
 
 
 def test_formats_are_compiled_by_themselves(
-    compiler: None, folder: Path, monkeypatch: pytest.MonkeyPatch
+    gpu_compiler: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     geometry = "top_k=2,recipe=fp8_tensor,combine=fp8_block"
     assert run(folder, "--arch", "sm_90a", "--geometry", geometry) == 0
@@ -176,7 +162,7 @@ def test_formats_are_compiled_by_themselves(
 
 
 def test_kernels_of_a_shared_head(
-    compiler: None,
+    gpu_compiler: Any,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -211,35 +197,34 @@ def test_kernels_of_a_shared_head(
     assert len(list(folder.glob("*.cubin"))) == 6
 
 
-def test_the_default_has_the_shared_head_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = stub_compiler(monkeypatch)
+def asked_of(stub: mock.Mock) -> list[precompile.Compilation]:
+    return [call.args[0] for call in stub.call_args_list]
+
+
+def test_the_default_has_the_shared_head_too(folder: Path, stub: mock.Mock) -> None:
     assert run(folder, "--arch", "sm_90a") == 0
     geometries = [*precompile.PRESETS.values(), HEAD.variant(dtype="bf16")]
     wanted = {build for geometry in geometries for build in geometry.builds(pdl=True)}
-    assert set(asked) == {precompile.Compilation("sm_90a", build) for build in wanted}
+    assert set(asked_of(stub)) == {precompile.Compilation("sm_90a", build) for build in wanted}
 
 
-def stub_compiler(monkeypatch: pytest.MonkeyPatch) -> list[precompile.Compilation]:
-    """What is asked of the compiler from now on; it makes ten bytes of each in no time."""
-    asked: list[precompile.Compilation] = []
-
-    def compiled(compilation: precompile.Compilation) -> precompile.Compiled:
-        asked.append(compilation)
-        return precompile.Compiled(10, 1.0)
-
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """A compiler that makes ten bytes of each build in no time."""
+    compiled = mock.Mock(return_value=precompile.Compiled(10, 1.0))
     monkeypatch.setattr(precompile, "compiled", compiled)
-    return asked
+    return compiled
 
 
 def test_geometries_that_share_a_build_compile_it_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, stub: mock.Mock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Processes that were given the same build would wait for the one that compiles it."""
-    asked = stub_compiler(monkeypatch)
     geometries = ["top_k=2", "top_k=2,recipe=mxfp8", "top_k=2,combine=nvfp4", "lm_head"]
     assert run(folder, "--arch", "sm_90a", "sm_100a", "--geometry", *geometries) == 0
     # dispatch as it comes and by mxfp8, combine in bf16 and in nvfp4, the same of small batches but
     # for combine in nvfp4, meet, three kernels of the head.
+    asked = asked_of(stub)
     assert len(asked) == len(set(asked)) == 2 * 11
     out = capsys.readouterr().out
     sizes = re.findall(r"(\d+) bytes, compiled in (\d+)\.0 s", out)
@@ -248,7 +233,7 @@ def test_geometries_that_share_a_build_compile_it_once(
 
 
 def test_several_processes(
-    compiler: None, folder: Path, capsys: pytest.CaptureFixture[str]
+    gpu_compiler: Any, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(folder, "--arch", "sm_90a", "sm_120a", "--geometry", "top_k=2", "--jobs", "2") == 0
     assert len(list(folder.glob("*.cubin"))) == 10
@@ -268,10 +253,8 @@ def test_a_process_that_is_killed(
 
 
 def test_compiling_processes_import_no_torch() -> None:
-    code = (
-        "import sys, moe_nvlink_plugin.tools.precompile; raise SystemExit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    code = "import sys, moe_nvlink_plugin.tools.precompile; sys.exit('torch' in sys.modules)"
+    assert python("-c", code).returncode == 0
 
 
 @pytest.mark.parametrize("arguments", [["precompile", "--help"], ["--version"]])
@@ -285,9 +268,7 @@ def test_the_command_asks_no_plugin(arguments: list[str]) -> None:
         "except SystemExit: pass\n"
         "raise SystemExit('torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True
-    )
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
 
 
@@ -302,7 +283,10 @@ def test_default_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_host_library_with_other_structs_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    stub: mock.Mock,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """CPU ranks would refuse that library: an image must not be believed to have kernels."""
 
@@ -311,12 +295,9 @@ def test_a_host_library_with_other_structs_is_named(
 
     monkeypatch.setattr(precompile, "load_host_libraries", shipped.load_host_libraries)
     monkeypatch.setattr(host, "load", lambda _text: SimpleNamespace(kernel=refuse))
-    stub_compiler(monkeypatch)
     assert run(folder, "--arch", "sm_90a", "--geometry", "top_k=2") == 0
-    assert (
-        "kernels for CPU ranks: not compiled; GPU ranks do not need them (DispatchArgs has 8"
-        in (capsys.readouterr().out)
-    )
+    told = "kernels for CPU ranks: not compiled; GPU ranks do not need them (DispatchArgs has 8"
+    assert told in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -324,7 +305,7 @@ def test_a_host_library_with_other_structs_is_named(
     [CompileError("NVRTC 13.0 failed for sm_90a:\nits log"), UnsupportedError("no NVRTC library")],
 )
 def test_one_failure_leaves_the_others(
-    compiler: None,
+    gpu_compiler: Any,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -359,13 +340,11 @@ def test_a_directory_that_is_only_readable(
 
 
 def test_without_a_directory_it_is_the_users(
-    compiler: None,
+    gpu_compiler: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    import platformdirs
-
     monkeypatch.delenv("MOE_NVLINK_CACHE_DIR", raising=False)
     monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: str(tmp_path / name))
     monkeypatch.setattr(precompile, "load_host_libraries", lambda: None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from moe_nvlink_plugin.tools import cli, tune
 from moe_nvlink_plugin.verify import trial
 from moe_nvlink_plugin.verify.search import Found
 from moe_nvlink_plugin.verify.ways import Batch
+from tests.support.programs import python
 from tests.support.ranks import run_processes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -40,13 +40,7 @@ def nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*arguments: str, command: str = "tune") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "moe_nvlink_plugin", command, *FEW, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    return python("-m", "moe_nvlink_plugin", command, *FEW, *arguments, timeout_s=LIMIT_S)
 
 
 def options(folder: Path, **values: Any) -> tune.Options:
@@ -285,12 +279,6 @@ def test_planted_gains_are_said(tmp_path: Path) -> None:
 
 def test_options_are_those_of_the_command() -> None:
     fields = {field.name for field in dataclasses.fields(tune.Options)}
-    done = subprocess.run(
-        [sys.executable, "-m", "moe_nvlink_plugin", "tune", "--help"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=True,
-    )
+    done = run("--help")
     for name in fields:
         assert f"--{name.removesuffix('_s').replace('_', '-')}" in done.stdout

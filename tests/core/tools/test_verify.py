@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from moe_nvlink_plugin.tools import ranks
+from tests.support.programs import python
 
 #: Small enough for a busy machine.
 FEW = ("--hidden-size", "128", "--num-experts", "8", "--top-k", "2", "--max-tokens", "8")
 LIMIT_S = 300
 COMMAND = (sys.executable, "-m", "moe_nvlink_plugin", "verify")
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own."""
-    return subprocess.run(
-        [*COMMAND, *FEW, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    return python(*COMMAND[1:], *FEW, *arguments, timeout_s=LIMIT_S)
 
 
 @pytest.mark.long
@@ -50,16 +50,7 @@ def test_three_ranks_and_a_report(tmp_path: Path) -> None:
 
 
 def test_quick_under_torchrun() -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", "-m", "moe_nvlink_plugin", "verify", "--quick", *FEW),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = python(*LAUNCHER, *COMMAND[1:], "--quick", *FEW, timeout_s=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("verify: right: ") == 1, "rank 0 alone prints"
 
@@ -88,15 +79,10 @@ def test_ranks_that_were_told_different_things() -> None:
         assert "different configurations; max_tokens: rank 0 has 4, rank 1 has 5" in error
 
 
-def started(*arguments: str) -> subprocess.Popen[str]:
+def started(*command: str) -> subprocess.Popen[str]:
     """The command, after its first check."""
-    process = subprocess.Popen(
-        [*COMMAND, *FEW, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, start_new_session=True, **streams)
     assert process.stdout is not None
     for line in process.stdout:
         if line.split()[:1] == ["ok"]:
@@ -115,7 +101,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
 
 
 def test_a_rank_that_is_killed() -> None:
-    process = started("--timeout", "5")
+    process = started(*COMMAND, *FEW, "--timeout", "5")
     _first, last = ranks_of(process)
     os.kill(last, signal.SIGKILL)
     out, _err = process.communicate(timeout=LIMIT_S)
@@ -125,7 +111,7 @@ def test_a_rank_that_is_killed() -> None:
 
 
 def test_an_interrupt_ends_all_ranks() -> None:
-    process = started()
+    process = started(*COMMAND, *FEW)
     ranks = ranks_of(process)
     assert len(ranks) == 2
     os.killpg(process.pid, signal.SIGINT)
@@ -157,30 +143,26 @@ sys.exit(ranks._rank(wanted, body, 0, 1, torch.device("cpu"), "file://" + sys.ar
 
 
 def alone(body: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", ALONE.format(body=body), str(folder / "store")],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    return python("-c", ALONE.format(body=body), folder / "store", timeout_s=LIMIT_S)
 
 
-def test_what_is_wrong_is_said(tmp_path: Path) -> None:
-    done = alone('return ["MismatchError: round 3"]', tmp_path)
+@pytest.mark.parametrize(
+    ("error", "word", "verdict"),
+    [
+        ("MismatchError: round 3", "WRONG", "verify: WRONG on 1 CPU ranks, 1 of 1: planted"),
+        # Rounds that did not run are not called wrong.
+        (
+            *("TransportError: /dev/shm is full", "FAILED"),
+            "verify: FAILED on 1 CPU ranks, 1 of 1 did not end: planted",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(error: str, word: str, verdict: str, tmp_path: Path) -> None:
+    done = alone(f"return [{error!r}]", tmp_path)
     assert done.returncode == 1
-    *_lines, wrong, verdict = done.stdout.splitlines()
-    assert wrong.strip() == "rank 0: MismatchError: round 3"
-    assert verdict == "verify: WRONG on 1 CPU ranks, 1 of 1: planted"
-
-
-def test_rounds_that_did_not_run_are_not_called_wrong(tmp_path: Path) -> None:
-    done = alone('return ["TransportError: /dev/shm is full"]', tmp_path)
-    assert done.returncode == 1
-    *_lines, line, failed, verdict = done.stdout.splitlines()
-    assert line.split()[:2] == ["FAILED", "planted"]
-    assert failed.strip() == "rank 0: TransportError: /dev/shm is full"
-    assert verdict == "verify: FAILED on 1 CPU ranks, 1 of 1 did not end: planted"
+    *_lines, line, of_rank, last = done.stdout.splitlines()
+    assert line.split()[:2] == [word, "planted"]
+    assert (of_rank.strip(), last) == (f"rank 0: {error}", verdict)
 
 
 def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
@@ -208,3 +190,96 @@ def test_what_cannot_be_is_refused(arguments: tuple[str, ...], said: str) -> Non
     assert done.returncode in (1, 2)
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# How one rank ends that cannot write its report or its lines, or is killed.
+
+ONE_RANK = (*COMMAND, "--device", "cpu", "--quick", "--ranks", "1", *FEW, "--output")
+
+
+def run_one(output: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command with one rank."""
+    return subprocess.run(
+        [*ONE_RANK, str(output)],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        check=False,
+        **options,
+    )
+
+
+def test_a_directory_is_refused_before_the_checks(tmp_path: Path) -> None:
+    done = run_one(tmp_path, stdout=subprocess.PIPE)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == f"--output {tmp_path} cannot be written: Is a directory\n"
+
+
+def test_a_full_disk_is_named() -> None:
+    done = run_one(Path("/dev/full"), stdout=subprocess.PIPE)
+    assert done.returncode == 1
+    assert "verify: right: " in done.stdout
+    assert "--output /dev/full cannot be written: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    """As `| head -1`: the checks go on, for the other ranks and the report."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = run_one(tmp_path / "report.json", stdout=writer)
+    os.close(writer)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "report.json").read_text())["right"]
+
+
+#: The command, with kernels that give each of a token's ids a slot: rows lie behind the buffers.
+CRASHING = """
+import sys
+from moe_nvlink_plugin.__main__ import main
+from moe_nvlink_plugin.exchange.kernels import LAYER
+from moe_nvlink_plugin.jit import host
+
+TEXT = LAYER.host_source()
+LINE = "takes_slot = takes_slot && route.target_ranks[earlier] != target;"
+assert TEXT.count(LINE) == 1
+LIBRARY = host.HostLibrary(host.build(TEXT.replace(LINE, ""), (*host.FLAGS, "-O0")))
+load = host.load
+host.load = lambda text: LIBRARY if text == TEXT else load(text)
+if __name__ == "__main__":
+    sys.exit(main(["verify", "--device", "cpu", "--quick", "--timeout", "5", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize("launcher", [(), LAUNCHER], ids=["alone", "torchrun"])
+def test_ranks_that_crash_have_a_verdict(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    script = tmp_path / "crashing.py"
+    script.write_text(CRASHING)
+    done = python(*launcher, script, timeout_s=300)
+    assert done.returncode == 1
+    told = done.stdout + done.stderr
+    assert re.search(r"^verify: (FAILED|WRONG)", done.stdout, re.MULTILINE), told
+
+
+def test_no_rank_outlives_the_command(tmp_path: Path) -> None:
+    """The ranks' standard output, a pipe, ends with the last of them."""
+    command = (*(part for part in ONE_RANK if part != "--quick"), str(tmp_path / "report.json"))
+    process = started(*command)
+    assert process.stdout is not None
+    process.kill()
+    assert "verify: right: " not in process.stdout.read()
+    assert process.wait(timeout=300) == -signal.SIGKILL
+
+
+def test_a_stopped_rank_is_not_waited_for() -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=time.sleep, args=(seconds,)) for seconds in (0, 1000)]
+    for process in processes:
+        process.start()
+    stopped = processes[1].pid
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    ranks._join(processes, 0.1)
+    assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]

@@ -11,13 +11,13 @@ import http.server
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -25,6 +25,7 @@ from moe_nvlink_plugin import frameworks
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.tools import cli, rank_server, watch
 from moe_nvlink_plugin.tools.rank_server import State, look_at
+from tests.support.programs import python
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -138,6 +139,18 @@ class Group:
     def posts(self) -> list[list[tuple[float, Any]]]:
         return [server.posts for server in self.servers]
 
+    def posted(
+        self, plan: Mapping[int, Callable[[], object]], until: int = 200, **options: Any
+    ) -> list[list[tuple[float, Any]]]:
+        """Posts to each rank, after a watch that ends in Ctrl-C."""
+        assert self.play(plan, until, **options) == 0
+        return self.posts()
+
+    def kill_engine(self, rank: int) -> None:
+        """Its server lives on."""
+        self.dead = sorted([*self.dead, rank])
+        self.servers[rank].answers["/health"] = (503, b"")
+
     def play(self, plan: Mapping[int, Callable[[], object]], until: int, **options: Any) -> int:
         """Watch them while the plan's calls come at their seconds; Ctrl-C comes at the end."""
 
@@ -174,11 +187,6 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
         yield made
 
 
-def test_healthy_ranks_are_left_alone(group: Group) -> None:
-    assert group.play({}, until=20) == 0
-    assert group.posts() == [[], [], []]
-
-
 # Without a death.
 
 
@@ -186,8 +194,7 @@ def test_all_try_again_after_a_transient_fault(
     group: Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fault = {2: lambda: group.set(UNHEALTHY, 0, 1, 2, fault_info="ExchangeTimeoutError")}
-    assert group.play(fault, until=200) == 0
-    assert group.posts() == [[(5.0, TRANSIENT)]] * 3
+    assert group.posted(fault) == [[(5.0, TRANSIENT)]] * 3
     said = capsys.readouterr().out
     assert "rank 1 is unhealthy, fault_info: 'ExchangeTimeoutError'" in said
     assert "rank(s) 0, 1, 2: all healthy" in said
@@ -196,19 +203,16 @@ def test_all_try_again_after_a_transient_fault(
 def test_ranks_have_time_to_notice_the_fault(group: Group) -> None:
     """Unhealthy later than the patience, but before the retry: a healthy rank would refuse it."""
     plan = {2: lambda: group.set(UNHEALTHY, 1), 9: lambda: group.set(UNHEALTHY, 0, 2)}
-    assert group.play(plan, until=200) == 0
-    assert group.posts() == [[(9.0, TRANSIENT)]] * 3
+    assert group.posted(plan) == [[(9.0, TRANSIENT)]] * 3
 
 
 def test_a_rank_that_never_notices_is_told_nevertheless(group: Group) -> None:
-    assert group.play({2: lambda: group.set(UNHEALTHY, 1)}, until=200) == 0
-    assert group.posts() == [[(17.0, TRANSIENT)]] * 3
+    assert group.posted({2: lambda: group.set(UNHEALTHY, 1)}) == [[(17.0, TRANSIENT)]] * 3
 
 
 def test_a_fault_that_heals_by_itself_needs_no_retry(group: Group) -> None:
     plan = {2: lambda: group.set(UNHEALTHY, 1), 4: lambda: group.set(HEALTHY, 1)}
-    assert group.play(plan, until=60) == 0
-    assert group.posts() == [[], [], []]
+    assert group.posted(plan, until=60) == [[], [], []]
 
 
 # Deaths.
@@ -217,14 +221,12 @@ def test_a_fault_that_heals_by_itself_needs_no_retry(group: Group) -> None:
 def test_survivors_go_on_after_a_death_under_load(group: Group) -> None:
     """The status of the dead rank stays healthy as long as its server lives."""
 
-    def kill_engine() -> None:
-        group.dead = [2]
-        group.servers[2].answers["/health"] = (503, b"")
+    def fail() -> None:
+        group.kill_engine(2)
         group.set(UNHEALTHY, 0, 1)
 
-    plan = {2: kill_engine, 4: lambda: group.kill(2)}
-    assert group.play(plan, until=200) == 0
-    assert group.posts() == [[(5.0, without(2))], [(5.0, without(2))], []]
+    plan = {2: fail, 4: lambda: group.kill(2)}
+    assert group.posted(plan) == [[(5.0, without(2))], [(5.0, without(2))], []]
 
 
 def test_an_engine_that_says_it_is_dead(group: Group) -> None:
@@ -233,36 +235,27 @@ def test_an_engine_that_says_it_is_dead(group: Group) -> None:
         group.set("dead", 1)
         group.set(UNHEALTHY, 0, 2)
 
-    assert group.play({2: fail}, until=200) == 0
-    assert group.posts() == [[(5.0, without(1))], [], [(5.0, without(1))]]
+    assert group.posted({2: fail}) == [[(5.0, without(1))], [], [(5.0, without(1))]]
 
 
 def test_a_dead_engine_alone_is_no_death(group: Group) -> None:
     """503 is also what a server answers that is not up yet."""
     group.servers[1].answers["/health"] = (503, b"")
-    assert group.play({}, until=60) == 0
-    assert group.posts() == [[], [], []]
-
-
-def test_survivors_that_are_idle_are_told_too(group: Group) -> None:
-    assert group.play({2: lambda: group.kill(1)}, until=200) == 0
-    assert group.posts() == [[(5.0, without(1))], [], [(5.0, without(1))]]
+    assert group.posted({}, until=60) == [[], [], []]
 
 
 def test_a_server_that_has_never_answered_still_starts(group: Group) -> None:
     for server in group.servers:
         server.stop()
     plan = {50: group.servers[1].start, 100: group.servers[0].start, 150: group.servers[2].start}
-    assert group.play(plan, until=200) == 0
-    assert group.posts() == [[], [], []]
+    assert group.posted(plan) == [[], [], []]
 
 
 def test_a_server_that_is_back_in_time_has_not_died(group: Group) -> None:
     """And its patience begins anew."""
     second = group.servers[2]
     plan = {2: second.stop, 4: second.start, 5: second.stop, 7: second.start}
-    assert group.play(plan, until=60) == 0
-    assert group.posts() == [[], [], []]
+    assert group.posted(plan, until=60) == [[], [], []]
 
 
 def test_a_rank_that_comes_back_after_the_retry_stays_out(
@@ -275,8 +268,7 @@ def test_a_rank_that_comes_back_after_the_retry_stays_out(
         25: lambda: group.set(UNHEALTHY, 2),
         30: lambda: group.set(UNHEALTHY, 0, 1),
     }
-    assert group.play(plan, until=200) == 0
-    assert group.posts() == [[(5.0, without(2)), (33.0, without(2))]] * 2 + [[]]
+    assert group.posted(plan) == [[(5.0, without(2)), (33.0, without(2))]] * 2 + [[]]
     said = capsys.readouterr().out
     assert "rank 2 is healthy, and stays out" in said
     assert said.count("all healthy") == 2
@@ -287,8 +279,7 @@ def test_each_death_is_a_fault_of_its_own(group: Group) -> None:
     plan = {2: lambda: group.kill(2), 10: lambda: group.kill(1)}
     group.heals = False
     group.set(UNHEALTHY, 0, 1)
-    assert group.play(plan, until=20, attempts=1) == 0
-    assert group.posts() == [
+    assert group.posted(plan, until=20, attempts=1) == [
         [(5.0, without(2)), (13.0, without(1, 2))],
         [(5.0, without(2))],
         [],
@@ -297,20 +288,14 @@ def test_each_death_is_a_fault_of_its_own(group: Group) -> None:
 
 def test_ranks_that_die_one_after_the_other_are_named_together(group: Group) -> None:
     plan = {2: lambda: group.kill(2), 4: lambda: group.kill(1)}
-    assert group.play(plan, until=60) == 0
-    assert group.posts() == [[(7.0, without(1, 2))], [], []]
+    assert group.posted(plan, until=60) == [[(7.0, without(1, 2))], [], []]
 
 
 def test_the_patience_of_each_begins_with_the_fault(group: Group) -> None:
     """And not with the death of another rank."""
-
-    def kill_engine(rank: int) -> None:
-        group.dead = sorted([*group.dead, rank])
-        group.servers[rank].answers["/health"] = (503, b"")
-
     group.set(UNHEALTHY, 0)
-    assert group.play({2: lambda: kill_engine(2), 4: lambda: kill_engine(1)}, until=60) == 0
-    assert group.posts() == [[(7.0, without(1, 2))], [], []]
+    plan = {2: lambda: group.kill_engine(2), 4: lambda: group.kill_engine(1)}
+    assert group.posted(plan, until=60) == [[(7.0, without(1, 2))], [], []]
 
 
 def test_the_death_of_rank_0_ends_everything(
@@ -337,8 +322,7 @@ def test_a_rank_that_hangs_is_not_dead(group: Group, capsys: pytest.CaptureFixtu
     def wake() -> None:
         hanging.hangs = False
 
-    assert group.play({2: hang, 30: wake}, until=100) == 0
-    assert group.posts() == [[(30.0, TRANSIENT)]] * 3
+    assert group.posted({2: hang, 30: wake}, until=100) == [[(30.0, TRANSIENT)]] * 3
     assert "rank(s) 1: neither up nor dead yet" in capsys.readouterr().out
 
 
@@ -407,13 +391,8 @@ def test_no_proxy_answers_for_a_server(group: Group) -> None:
     group.servers[0].stop()
     code = "import sys; from moe_nvlink_plugin.tools import rank_server as it; "
     code += "print(it.look_at(0, sys.argv[1]).text)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, group.servers[0].url],
-        env={**os.environ, "http_proxy": group.servers[1].url, "no_proxy": ""},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    url, other, _ = (server.url for server in group.servers)
+    done = python("-c", code, url, variables={"http_proxy": other, "no_proxy": ""})
     assert done.stdout == "refuses connections\n"
 
 
@@ -425,8 +404,7 @@ def test_a_rank_that_did_not_take_the_retry_is_asked_again(group: Group) -> None
     deaf = group.servers[1]
     deaf.answers["/fault_tolerance/apply"] = (500, b"not now")
     plan = {2: lambda: group.kill(2), 7: deaf.answers.clear}
-    assert group.play(plan, until=200) == 0
-    assert group.posts() == [
+    assert group.posted(plan) == [
         [(5.0, without(2))],
         [(5.0, without(2)), (8.0, without(2))],
         [],
@@ -513,39 +491,26 @@ def test_a_command_runs_once_for_a_dead_rank_and_without_a_shell(
 
 
 def test_a_command_that_is_not_there(group: Group, capsys: pytest.CaptureFixture[str]) -> None:
-    assert group.play({2: lambda: group.kill(2)}, until=60, restart=("no-such-command",)) == 0
+    """The survivors, which are idle, are told of the death all the same."""
+    found = group.posted({2: lambda: group.kill(2)}, until=60, restart=("no-such-command",))
+    assert found == [[(5.0, without(2))], [(5.0, without(2))], []]
     assert "cannot run it: [Errno 2]" in capsys.readouterr().out
-    assert group.posts()[0] == [(5.0, without(2))]
 
 
 # The shell's side.
 
 
 def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-
-    class Recorded:
-        def __init__(self, *arguments: Any) -> None:
-            given.extend(arguments)
-
-        def run(self) -> int:
-            return watch.GAVE_UP
-
-    monkeypatch.setattr(watch, "Watch", Recorded)
+    made = mock.Mock()
+    made.return_value.run.return_value = watch.GAVE_UP
+    monkeypatch.setattr(watch, "Watch", made)
     assert cli.main(["watch", "http://a", "http://b"]) == watch.GAVE_UP
-    assert given == [["http://a", "http://b"], watch.Options()]
-    given.clear()
+    made.assert_called_once_with(["http://a", "http://b"], watch.Options())
     line = "--act --patience 4 --timeout 50 --interval 0.5 --attempts 2"
     cli.main(["watch", *line.split(), "--restart", "start 'a b' {rank}", "http://a"])
-    options = watch.Options(
-        act=True,
-        patience_s=4.0,
-        timeout_s=50.0,
-        attempts=2,
-        interval_s=0.5,
-        restart=("start", "a b", "{rank}"),
-    )
-    assert given == [["http://a"], options]
+    times = {"patience_s": 4.0, "timeout_s": 50.0, "attempts": 2, "interval_s": 0.5}
+    options = watch.Options(act=True, restart=("start", "a b", "{rank}"), **times)  # type: ignore[arg-type]
+    made.assert_called_with(["http://a"], options)
 
 
 @pytest.mark.parametrize(
@@ -573,7 +538,4 @@ def test_help_says_whose_servers_and_how_they_start(
     with pytest.raises(SystemExit):
         cli.main(["watch", "--help"])
     told = " ".join(capsys.readouterr().out.split())
-    assert (
-        "Each rank has its own Other server, started with fault tolerance (Other: --survive)."
-        in told
-    )
+    assert "its own Other server, started with fault tolerance (Other: --survive)." in told

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import datetime
 import gc
 import itertools
 import os
-import pickle
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_nvlink_plugin import check_connected, driver
+from moe_nvlink_plugin import StoreGroup, check_connected, driver
 from moe_nvlink_plugin.errors import (
     DriverError,
     MoeNvlinkError,
@@ -160,11 +158,8 @@ def growth_body(rank: int, size: int) -> str:
     group.all_gather_object(None)
     assert peers_bytes(memory, size, 3 * MIB) == [21, 22, 23]
     group.all_gather_object(None)
-    assert control().live() == {
-        **before[0],
-        "mappings": 3 * size,  # no handle is left
-        "reservations": 1,
-    }
+    # No handle is left.
+    assert control().live() == {**before[0], "mappings": 3 * size, "reservations": 1}
     assert num_open() == before[1]
     found = memory._sharing.name
     closing_body(memory, rows, whole)
@@ -282,12 +277,8 @@ def release_body(rank: int, size: int) -> str:
     return found
 
 
-def test_more_ranks_on_a_gpu_than_its_kernels_leave_room_for(fake: Callable[..., Any]) -> None:
-    fake(1, crowded_body, devices=2)
-
-
 def crowded_body(_rank: int, _size: int) -> None:
-    """The agreement of the ranks is a stand-in: threads may not share a GPU."""
+    """More ranks than a GPU has room for. Their agreement is planted: threads share no GPU."""
     first = ThreadGroup.ranks(1)[0]
     memory = allocated(FakeNvlinkTransport(), first, MIB)
     crowd = nvlink._Agreed(vmm.Sharing.POSIX, 2)
@@ -300,12 +291,8 @@ def crowded_body(_rank: int, _size: int) -> None:
     memory.close()
 
 
-def test_many_ranks(fake: Callable[..., Any]) -> None:
-    """Threads of one process as 20 ranks: nobody waits for somebody who waits for him."""
-    fake(1, many_body, devices=20)
-
-
 def many_body(_rank: int, _size: int) -> None:
+    """Threads of one process as 20 ranks: nobody waits for somebody who waits for him."""
     before = state()
 
     def rank_main(group: ThreadGroup) -> list[int]:
@@ -343,16 +330,8 @@ def test_a_rank_that_fails_at_any_call_takes_everything_back_everywhere(
     tried = results[0]["failing_body"]
     assert [found["failing_body"] for found in results] == [tried] * 3
     assert isinstance(tried, dict), tried
-    wanted = {
-        "cuMemCreate",
-        "cuMemExportToShareableHandle",
-        "cuMemImportFromShareableHandle",
-        "cuMemMap",
-        "cuMemSetAccess",
-        "cuMemRelease",
-        "cuMemsetD8",
-        "cuCtxSynchronize",
-    }
+    wanted = {"cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemRelease", "cuMemsetD8"}
+    wanted |= {"cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cuCtxSynchronize"}
     assert wanted <= set(tried["extend"])
     assert {"cuMemAddressReserve", "cuMemGetAllocationGranularity"} <= set(tried["reserve"])
 
@@ -412,25 +391,6 @@ def fails_at(body: Callable[[], object], call: str, failing: int, group: Group) 
     group.all_gather_object(None)
 
 
-class StoreGroup:
-    """A group that says at once, on every rank, who did not come."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self._round = rank, size, 0
-        self._store = dist.distributed_c10d._get_default_store()
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        self._round += 1
-        keys = [f"{self._round}/{rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], pickle.dumps(value))  # type: ignore[arg-type]
-        for rank, key in enumerate(keys):
-            try:
-                self._store.wait([key], datetime.timedelta(seconds=3))
-            except RuntimeError as error:
-                raise PeerError(f"rank {rank} did not come") from error
-        return [pickle.loads(self._store.get(key)) for key in keys]
-
-
 def test_a_rank_that_is_killed_in_the_middle(
     fake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -446,7 +406,10 @@ def test_a_rank_that_is_killed_in_the_middle(
 
 
 def killed_body(rank: int, size: int) -> tuple[str, str, float, dict[str, int]]:
-    memory = FakeNvlinkTransport().reserve(StoreGroup(rank, size), 4 * MIB, CPU)
+    store = dist.distributed_c10d._get_default_store()
+    store.set_timeout(datetime.timedelta(seconds=3))  # it says soon, on every rank, who is missing
+    group = StoreGroup(store, "killed", rank, size)
+    memory = FakeNvlinkTransport().reserve(group, 4 * MIB, CPU)
     if rank == 1:
         control().fail("cuMemImportFromShareableHandle:1:KILL")
     start = time.monotonic()
@@ -459,19 +422,8 @@ def killed_body(rank: int, size: int) -> tuple[str, str, float, dict[str, int]]:
 # ---- what is refused, and what the message says
 
 
-def test_refusals(fake: Callable[..., Any]) -> None:
-    fake(1, refusals_body)
-
-
-@contextlib.contextmanager
-def variables(**values: object) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update({name: str(value) for name, value in values.items()})
-    yield
-    for name, value in before.items():
-        os.environ.pop(name)
-        if value is not None:
-            os.environ[name] = value
+def variables(**values: object) -> Any:
+    return mock.patch.dict(os.environ, {name: str(value) for name, value in values.items()})
 
 
 def refusals_body(_rank: int, _size: int) -> None:
@@ -516,12 +468,8 @@ def refusals_body(_rank: int, _size: int) -> None:
     assert state() == before
 
 
-def test_processes_on_one_gpu(fake: Callable[..., Any]) -> None:
-    """Refused if not asked for; else each learns how many there are, and shares memory as ever."""
-    fake(2, one_gpu_body, shared_uuid=1)
-
-
 def one_gpu_body(rank: int, size: int) -> None:
+    """Refused if not asked for; else each learns how many there are, and shares memory as ever."""
     before, group = state(), world()
     words = ("ranks 0 and 1 are both on GPU", "set_device", "MOE_NVLINK_ALLOW_SHARED_GPU=1")
     with pytest.raises(UnsupportedError) as caught:
@@ -551,12 +499,9 @@ def extend_differently(group: ThreadGroup) -> None:
     reserve(group).extend([Extent(0, 1 + group.rank)])
 
 
-@contextlib.contextmanager
-def hosts_apart() -> Iterator[None]:
-    number, before = itertools.count(), topology.host_id
-    topology.host_id = lambda: f"host {next(number)}"
-    yield
-    topology.host_id = before
+def hosts_apart() -> Any:
+    names = map("host {}".format, itertools.count())
+    return mock.patch.object(topology, "host_id", side_effect=names)
 
 
 def refused(words: tuple[str, ...], body: Callable[..., Any] = reserve) -> None:
@@ -601,14 +546,11 @@ def test_one_link_among_many_is_enough_to_refuse() -> None:
 
 
 def test_who_shares_how() -> None:
-    apart = [
-        facts(uuid="a", host="1", fabric_trial=b"x"),
-        facts(uuid="b", host="2", fabric_trial=b"y"),
-    ]
+    apart = [facts(uuid=name, host=name, fabric_trial=b"x") for name in "ab"]
     assert topology.decide(apart) is vmm.Sharing.FABRIC
-    no_descriptors = [dataclasses.replace(one, host="1", posix=False) for one in apart]
+    no_descriptors = [dataclasses.replace(one, host="a", posix=False) for one in apart]
     assert topology.decide(no_descriptors) is vmm.Sharing.FABRIC
-    apart[0] = facts(uuid="a", host="1")
+    apart[0] = facts(uuid="a", host="a")
     with pytest.raises(UnsupportedError, match=r"box: ranks 0; box: ranks 1.*rank 0.*none here"):
         topology.decide(apart)
     # A shared GPU must be allowed by all; a single rank may be on anything.
@@ -637,9 +579,8 @@ def test_who_shares_a_gpu() -> None:
 def test_without_a_driver() -> None:
     if driver.unavailable() is None:
         pytest.skip("there is a driver")
-    for outcome in try_ranks(
-        2, lambda group: NvlinkTransport().reserve(group, 1, torch.device("cuda"))
-    ):
+    gpu = torch.device("cuda")
+    for outcome in try_ranks(2, lambda group: NvlinkTransport().reserve(group, 1, gpu)):
         assert isinstance(outcome, UnsupportedError)
         assert "no CUDA driver" in str(outcome)
 
@@ -657,12 +598,8 @@ def test_hosts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- small things
 
 
-def test_single_rank(fake: Callable[..., Any]) -> None:
-    """What needs a driver but no peer, in one process."""
-    fake(1, single_body, memory=16 * MIB)
-
-
 def single_body(_rank: int, _size: int) -> None:
+    """What needs a driver but no peer, in one process."""
     (group,) = ThreadGroup.ranks(1)
     before = state()
     for body in (out_of_memory_body, wrong_extents_body, copying_body, capturing_body):
@@ -745,3 +682,19 @@ def leaking_body(group: ThreadGroup) -> None:
     del memory
     assert state()[0]["mappings"] == 1
     assert byte_at(0, address) == 5
+
+
+@pytest.mark.parametrize(
+    ("body", "num_ranks", "options"),
+    [
+        (crowded_body, 1, {"devices": 2}),
+        (many_body, 1, {"devices": 20}),
+        (refusals_body, 1, {}),
+        (one_gpu_body, 2, {"shared_uuid": 1}),
+        (single_body, 1, {"memory": 16 * MIB}),
+    ],
+)
+def test_in_processes_of_their_own(
+    body: Callable[..., None], num_ranks: int, options: dict[str, int], fake: Callable[..., Any]
+) -> None:
+    fake(num_ranks, body, **options)

@@ -222,12 +222,17 @@ EACH_FAULT = [
 ]
 
 
+def plant(patch: pytest.MonkeyPatch, line: str, instead: str, family: Any = LAYER) -> None:
+    """Into the kernels of CPU ranks."""
+    text = replace_once(family.host_source(), line, instead)
+    library = host.HostLibrary(host.build(text, (*host.FLAGS, "-O0")))
+    patch.setattr(host, "load", lambda _text: library)
+
+
 @pytest.mark.parametrize("fault", EACH_FAULT)
 def test_a_fault_is_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, line, instead, said = FAULTS[fault]
-    text = replace_once(LAYER.host_source(), line, instead)
-    library = host.HostLibrary(host.build(text, (*host.FLAGS, "-O0")))
-    monkeypatch.setattr(host, "load", lambda _text: library)
+    plant(monkeypatch, line, instead)
     timeout_s = 1.0 if "Timeout" in said else 60.0
     wrong = outcomes(named(name, timeout_s=timeout_s))
     assert any(re.search(said, message) for message in wrong), wrong
@@ -267,10 +272,7 @@ def test_rounds_that_fill_the_memory_are_compared_one_by_one(
 
 
 def test_a_load_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_given: Any) -> None:
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(torch, "mm", fails)
+    monkeypatch.setattr(torch, "mm", mock.Mock(side_effect=RuntimeError("planted")))
     assert outcomes(named("small batches, busy device")) == ["RuntimeError: planted"] * 3
 
 
@@ -334,14 +336,10 @@ def test_a_wait_that_is_left_out_is_noticed(
 def test_a_fault_of_the_head_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least ids of a shard are left out."""
     line, instead = "words + place * kMaxHeadSplits + split, word", "words + place, word + 1"
-    text = replace_once(HEAD.host_source(), line, instead)
-    library = host.HostLibrary(host.build(text, (*host.FLAGS, "-O0")))
-    monkeypatch.setattr(host, "load", lambda _text: library)
+    plant(monkeypatch, line, instead, HEAD)
     (check, *_others) = (c for c in plan(GEOMETRY, CPU, quick=True) if isinstance(c, Head))
-    assert any(
-        re.search(r"shared LM head, up to 3 rows, call \d, rank \d: first difference", message)
-        for message in outcomes(check)
-    )
+    said = r"shared LM head, up to 3 rows, call \d, rank \d: first difference"
+    assert any(re.search(said, message) for message in outcomes(check))
 
 
 @pytest.mark.parametrize(("kind", "said"), [("large", "ids"), ("small", "ExchangeTimeoutError")])
@@ -356,7 +354,6 @@ def test_channels_with_the_same_memory_are_found(
         return own | {name: first[name] for name in self.sizes}
 
     monkeypatch.setattr(WorkspaceLayout, "channel_regions", shared)
-    wrong = outcomes(
-        named(f"{kind} batches, 3 channels", timeout_s=60.0 if kind == "large" else 1.0)
-    )
+    timeout_s = 60.0 if kind == "large" else 1.0
+    wrong = outcomes(named(f"{kind} batches, 3 channels", timeout_s=timeout_s))
     assert any(said in message for message in wrong), wrong

@@ -5,28 +5,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, self_check
+from moe_nvlink_plugin import MoeAllToAll, self_check
 from moe_nvlink_plugin.errors import ConfigError, DisagreementError, SelfCheckError
-from moe_nvlink_plugin.exchange.kernels import LAYER
-from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from moe_nvlink_plugin.verify import cases
+from moe_nvlink_plugin.verify.checks import _Ran, run_together
 from moe_nvlink_plugin.verify.self_check import _checks
-from tests.support.delays import replace_once
+from tests.core.exchange import small_exchange
+from tests.core.verify.test_checks import plant
 
-CONFIG = AllToAllConfig(
-    ep_size=2,
-    ep_rank=0,
+CONFIG = small_exchange.config(
+    2,
     num_experts=6,
-    top_k=2,
     hidden_size=128,
     max_tokens_per_rank=4096,
+    dtype=torch.bfloat16,
     timeout_s=60.0,
 )
 
@@ -89,9 +89,7 @@ def test_gpus_check_the_kernels_that_they_use(small_tokens: int | None, kinds: s
 
 def test_a_fault_is_an_error_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead = "pack_cell(shared.epoch, count, tag)", "pack_cell(shared.epoch, 0, tag)"
-    text = replace_once(LAYER.host_source(), line, instead)
-    library = host.HostLibrary(host.build(text, (*host.FLAGS, "-O0")))
-    monkeypatch.setattr(host, "load", lambda _text: library)
+    plant(monkeypatch, line, instead)
     outcomes = try_ranks(2, body)
     assert all(isinstance(outcome, SelfCheckError) for outcome in outcomes)
     (told,) = {str(outcome) for outcome in outcomes}
@@ -137,6 +135,48 @@ def test_a_file_on_one_rank_alone_is_named(tmp_path: Path) -> None:
     for outcome in try_ranks(2, one):
         assert isinstance(outcome, DisagreementError)
         assert "tuning: rank 0 has none, rank 1 has given" in str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "usual"),
+    [
+        ("level", "off", "quick"),
+        ("level", "thorough", "quick"),
+        ("recipe", "fp8_block", "None"),
+        ("small_tokens", 8, "None"),
+    ],
+)
+def test_what_one_rank_alone_was_told_is_named(field: str, given: Any, usual: str) -> None:
+    def one(group: ThreadGroup) -> None:
+        body(group, **({field: given} if group.rank else {}))
+
+    for outcome in try_ranks(2, one):
+        assert isinstance(outcome, DisagreementError)
+        assert f"{field}: rank 0 has {usual}, rank 1 has {given}" in str(outcome)
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, MemoryError, OSError, IndexError])
+def test_an_error_of_any_kind_is_told(error: type[Exception]) -> None:
+    """The other rank does not wait."""
+
+    def in_rounds(group: ThreadGroup) -> list[str]:
+        def batches() -> Iterator[_Ran]:
+            yield _Ran([], [], [])
+            if group.rank == 1:
+                raise error("planted")
+            yield _Ran([], [], [])
+
+        return run_together(group, batches(), lambda _ran, _shared: None)
+
+    def when_comparing(group: ThreadGroup) -> list[str]:
+        def compared(_ran: Any, _shared: Any) -> None:
+            if group.rank == 1:
+                raise error("planted")
+
+        return run_together(group, iter([_Ran([], [], [])]), compared)
+
+    for called in (in_rounds, when_comparing):
+        assert run_ranks(2, called) == [["", f"{error.__name__}: planted"]] * 2
 
 
 def test_places_without_a_rank() -> None:
