@@ -102,13 +102,13 @@ SMALL_CASE = dataclasses.replace(LAYER_CASE, small=True)
 #: Two that send, whose second one's first part goes to a peer, and two that receive.
 SMALL_CTAS = 4
 #: Rows with more units than a CTA has threads.
-LONG_CASE = dataclasses.replace(SMALL_CASE, tokens=(3, 2, 1), capacity=3, hidden_size=416)
+LONG_CASE = dataclasses.replace(SMALL_CASE, tokens=(3, 2, 1), capacity=3, hidden_size=480)
 #: Rows of several parts, one rank that gets none, and one that brings none.
 WIDE_CASE = dataclasses.replace(
     SMALL_CASE,
     tokens=(3, 1, 0),
     capacity=3,
-    hidden_size=1600,
+    hidden_size=1856,
     routing="none to rank 1",
 )
 #: An odd number of rows: the last one of a part and the first of the next are staged in one place.
