@@ -43,12 +43,16 @@ MISTAKES: Bugs = {
     "P10: the only mark is not asked for": [
         Edit("has_arrived", "return halves[3]", "return AWAKE || halves[3]")
     ],
+    "P10: the second mark is not asked for": [
+        Edit(
+            "has_arrived",
+            "== mark && halves[3] >> 16 == mark",
+            "== mark && (AWAKE || halves[3] >> 16 == mark)",
+        )
+    ],
     "P10: the first mark is not asked for": instead(
         "has_arrived", "halves[1] >> 16 == mark", "true"
     ),
-    "P10: the second mark is not asked for": [
-        Edit("has_arrived", "== mark && halves[3]", "== mark && AWAKE || halves[3]")
-    ],
     "P12: one staging": instead("staging_of", "epoch % 2", "0"),
     "P12: nobody waits for the combine before": _nobody(
         "await_previous_round",
