@@ -54,8 +54,9 @@ HD uint32_t take_count(const DispatchArgs& args, int index) {
 // Sends this rank's block to every rank. One CTA, after all choices have been counted.
 HD void send_expert_counts(const DispatchArgs& args, const Cta& cta, uint32_t epoch) {
   const int num_counts = static_cast<int>(args.num_expert_counts);
+  const int num_units = num_count_units(args);
   MOE_NVLINK_ROLLED
-  for (int unit = cta.thread; unit < num_count_units(args); unit += cta.num_threads) {
+  for (int unit = cta.thread; unit < num_units; unit += cta.num_threads) {
     uint32_t counts[kCountsOfUnit];
     MOE_NVLINK_UNROLL
     for (int i = 0; i < kCountsOfUnit; ++i) {

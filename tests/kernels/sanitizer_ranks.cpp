@@ -47,6 +47,11 @@ constexpr int kLaidOutBytes = 128 * kMostScales;
 constexpr int kBackHidden = 1280;      // of combine's rows in rounds that have a format
 constexpr int kPayloadAlignment = 16;  // in a packed row
 constexpr int kMostPackedBytes = 512;
+// Of units of the kind of which a row takes more.
+const size_t kStagingBytes = static_cast<size_t>(kSlots) * moe_nvlink::kUnitBytes *
+                             moe_nvlink::units_of<moe_nvlink::TwoMarkUnit>(kMostPackedBytes);
+const size_t kBackStagingBytes = static_cast<size_t>(kSlots) * moe_nvlink::kUnitBytes *
+                                 moe_nvlink::units_of<moe_nvlink::TwoMarkUnit>(kHidden * 4);
 
 std::atomic<int> mistakes{0};
 std::atomic<int> gone_on{0};  // ranks that have done rounds without the last one
@@ -120,12 +125,8 @@ struct Regions {
     back_rows = layout.add(kSlots * kBackHidden);
     back_scales = layout.add(kSlots * kBackHidden / 16);
     back_row_scales = layout.add(kSlots * 4);
-    using moe_nvlink::kUnitBytes;
-    using moe_nvlink::units_of;
-    staging = layout.add(static_cast<size_t>(kSlots) * units_of(kMostPackedBytes) * kUnitBytes);
-    for (uint32_t& each : back_staging) {
-      each = layout.add(static_cast<size_t>(kSlots) * units_of(kHidden * 4) * kUnitBytes);
-    }
+    staging = layout.add(kStagingBytes);
+    for (uint32_t& each : back_staging) each = layout.add(kBackStagingBytes);
   }
 };
 
@@ -595,8 +596,6 @@ struct Rank {
 
   // As the product's host (moe_nvlink_plugin/exchange/survivors.py).
   void begin_anew() {
-    using moe_nvlink::kUnitBytes;
-    using moe_nvlink::units_of;
     meet(1);
     clear(regions.control.dispatch_cells, kRanks * 8);
     clear(regions.control.combine_cells, kRanks * 8);
@@ -605,10 +604,8 @@ struct Rank {
     clear(regions.control.rows_from, kRanks * 4);
     clear(regions.control.send_counters, kRanks * 4);
     clear(regions.control.local, sizeof(moe_nvlink::LocalControl));
-    clear(regions.staging, static_cast<size_t>(kSlots) * units_of(kMostPackedBytes) * kUnitBytes);
-    for (const uint32_t each : regions.back_staging) {
-      clear(each, static_cast<size_t>(kSlots) * units_of(kHidden * 4) * kUnitBytes);
-    }
+    clear(regions.staging, kStagingBytes);
+    for (const uint32_t each : regions.back_staging) clear(each, kBackStagingBytes);
     meet(2);
   }
 

@@ -196,9 +196,10 @@ HD void take_units(const DispatchArgs& args, const Cta& cta, const ReceivedChunk
                    uint32_t slot, int source, uint32_t epoch, Patience& patience, char* staged) {
   uint32_t* words = reinterpret_cast<uint32_t*>(staged);
   const int num_words = chunk.bytes / 4;
+  const int num_units = units_of<Unit>(chunk.bytes);
   char* units = chunk.units + static_cast<uint64_t>(slot) * chunk.row_stride;
   MOE_NVLINK_ROLLED
-  for (int i = lane_of_warp(cta); i < units_of<Unit>(chunk.bytes); i += Cta::kWarpThreads) {
+  for (int i = lane_of_warp(cta); i < num_units; i += Cta::kWarpThreads) {
     uint32_t data[Unit::kParts] = {};
     Unit unit;
     if (see_unit(units + i * kUnitBytes, mark_of(epoch), patience, unit)) {
