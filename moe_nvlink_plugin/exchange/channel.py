@@ -275,6 +275,10 @@ class Channel:
             last = self._combine_input = region.view(dtype).view(shape)
         return last
 
+    def wrote(self, slots: torch.Tensor) -> bool:
+        """Return whether the last dispatch wrote these send_slots. Local."""
+        return slots.data_ptr() == (self._dispatch_args.send_slots or 0)
+
     def received(self, call: Dispatch, slots: torch.Tensor) -> Dispatched:
         """Return what the last dispatch has received, as new views of the workspace."""
         ids, weights, hidden, counts = self.rows_and_counts()

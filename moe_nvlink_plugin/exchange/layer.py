@@ -164,7 +164,8 @@ class LayerExchange:
         Args:
             metadata: what the caller passed.
             any_round: do not ask of which dispatch it is. Compiled code cannot: there the graph
-                ties a combine to its dispatch.
+                ties a combine to its dispatch. Metadata that leaves compiled code has no round;
+                it is known by the memory of its slots, which the last dispatch wrote.
 
         Raises:
             InputError: it is no metadata, or another layer's, or names no channel of this one.
@@ -179,10 +180,16 @@ class LayerExchange:
                 f"metadata belongs to exchange {metadata.handle}, this is {self.handle}; pass "
                 "what this layer's dispatch returned"
             )
-        if any_round or metadata.round < 0:
+        if any_round:
             return
         channel = self.channel(metadata.channel)
-        if metadata.round != channel.rounds:
+        if metadata.round < 0:
+            if not channel.wrote(metadata.send_slots):
+                raise ExchangeStateError(
+                    f"metadata of a compiled dispatch on channel {channel.index} that was not the "
+                    "last one, or a copy of its tensors; pass what the last dispatch returned"
+                )
+        elif metadata.round != channel.rounds:
             raise ExchangeStateError(
                 f"metadata of dispatch {metadata.round} on channel {channel.index}, but the last "
                 f"one was {channel.rounds}; pass what the last dispatch returned"

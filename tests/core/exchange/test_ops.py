@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, rank_mask
 from moe_nvlink_plugin.config import local_expert_range
-from moe_nvlink_plugin.errors import InputError
+from moe_nvlink_plugin.errors import ExchangeStateError, InputError
 from moe_nvlink_plugin.exchange import ops
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
 from tests.core.exchange import small_exchange
@@ -309,6 +309,24 @@ def test_memory_for_the_experts_within_a_graph(plain_layer: MoeAllToAll) -> None
     expected = layer(hidden)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(hidden), expected)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("num_tokens", [7, 1, 0])
+def test_metadata_that_leaves_compiled_code(
+    plain_layer: MoeAllToAll, num_tokens: int, backend: str
+) -> None:
+    given = inputs(num_tokens)
+    dispatch = torch.compile(plain_layer.dispatch, fullgraph=True, backend=backend)
+    earlier = dispatch(*given)
+    expected = plain_layer.combine(earlier.hidden_states.clone(), earlier.metadata)
+    for again in (dispatch, plain_layer.dispatch):
+        last = again(*given)
+        if num_tokens:
+            with pytest.raises(ExchangeStateError, match="a compiled dispatch on channel 0"):
+                plain_layer.combine(last.hidden_states, earlier.metadata)
+        found = plain_layer.combine(last.hidden_states.clone(), last.metadata)
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("zero_copy", [False, True])
