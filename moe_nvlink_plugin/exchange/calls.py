@@ -76,7 +76,8 @@ class DispatchMetadata(NamedTuple):
         channel: number of the channel.
         handle: number of the layer.
         round: number of the layer's dispatch through this channel. -1 from compiled code, where the
-            graph ties a combine to its dispatch; an eager combine looks at the memory of send_slots.
+            graph ties a combine to its dispatch. An eager combine then goes by the memory of
+            send_slots.
         max_tokens: bound of the dispatch: each rank's slice has so many slots.
     """
 
