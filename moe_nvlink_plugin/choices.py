@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple, TypeAlias
 
+from moe_nvlink_plugin.errors import ConfigError
+
 #: Value of a choice; None: the rule that the choice's text names decides.
 Value: TypeAlias = int | float | bool | None
 
@@ -154,14 +156,6 @@ class Choices:
         GPU,
         "threads of a CTA of the kernels for small batches (tried on an H200)",
     )
-    unit_data_bytes: int = _choice(
-        14,
-        (14, 12),
-        GPU,
-        "bytes of data in each 16 bytes in which rows of small batches travel: 14 rests on words "
-        "of 16 bytes arriving as a whole, 12 on words of 8 (kernels/PROTOCOL.md, P10). Each value "
-        "has its builds of the kernels; 14 is faster (modelled)",
-    )
     sent_weight: float = _choice(
         1.0,
         _WEIGHTS,
@@ -202,6 +196,14 @@ class Choices:
         "bytes of a row's logits for which one more CTA is worth launching: a few vectors for each "
         "thread (an estimate)",
     )
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, allowed = getattr(self, field.name), field.metadata["candidates"]
+            if not any(value == one and type(value) is type(one) for one in allowed):
+                raise ConfigError(
+                    f"{field.name}={value!r} is none of {', '.join(map(str, allowed))}"
+                )
 
     def but(self, name: str, value: Value) -> Choices:
         """Return these choices with another value for one of them."""

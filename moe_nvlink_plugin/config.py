@@ -160,9 +160,14 @@ class AllToAllConfig:
             an H200, hidden_size 7168, top_k 8), and 0 on CPU ranks, where a fence costs nothing.
         small_combine_tokens: the same for combine, whose rows are the experts': `create` lowers it
             to what small_tokens is before the payloads are looked at. None: as small_tokens, if
-            that or its variable is set; else as many as it gains for on GPUs (10 there), and 0 on
+            that or its variable is set; else as many as it gains for on GPUs (13 there), and 0 on
             CPU ranks. It is 0 with a format of combine, which has no such kernel, and if the bytes
             of the experts' widest rows are no multiple of 4.
+        unit_data_bytes: bytes of data in each 16 bytes in which rows of small batches travel
+            between GPUs, 14 or 12. 14 rests on words of 16 bytes that arrive as a whole, 12 on
+            words of 8 (kernels/PROTOCOL.md, P10). Each has its builds of the kernels. Rows of
+            fp32 in combine have 12 with either. None takes MOE_NVLINK_UNIT_DATA_BYTES; if that is
+            unset, 14.
         combine_dtypes: types beside `dtype` in which combine takes and returns rows, call by call.
             `create` loads their kernels, because the first call may be captured, and makes room
             for rows of hidden_size elements of the widest type.
@@ -233,6 +238,7 @@ class AllToAllConfig:
     max_sms: int | None = None
     small_tokens: int | None = None
     small_combine_tokens: int | None = None
+    unit_data_bytes: int | None = None
     combine_dtypes: tuple[torch.dtype, ...] = ()
     extra_payload_bytes: tuple[int, ...] = ()
     received_ids: str | int = "global"
@@ -247,6 +253,7 @@ class AllToAllConfig:
     def __post_init__(self) -> None:
         fill_timeouts(self)
         fill_defaults(self, combine=env.combine, small_tokens=env.small_tokens, tuning=env.tuning)
+        fill_defaults(self, unit_data_bytes=env.unit_data_bytes)
         fill_defaults(self, **HOST_DEFAULTS | {"num_threads": self._threads})
         for name in ("combine_dtypes", "extra_payload_bytes"):
             object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
@@ -289,6 +296,9 @@ class AllToAllConfig:
         check_int("num_expert_counts", self.num_expert_counts, 0, MAX_EXPERT_COUNTS)
         for row_bytes in self.extra_payload_bytes:
             check_int("extra_payload_bytes", row_bytes, 1, 2**24)
+        data_bytes = self.unit_data_bytes
+        if type(data_bytes) is not int or data_bytes not in env.UNIT_DATA_BYTES:
+            raise ConfigError(f"unit_data_bytes={data_bytes!r} is neither 14 nor 12")
 
     def _check_rest(self) -> None:
         if not isinstance(self.tuning, str | Choices):

@@ -35,6 +35,11 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "most tokens of a rank that travel by the kernels for small batches; 0: none. Unset: "
         "as many as gain, at most 32, and fewer in combine",
     ),
+    "MOE_NVLINK_UNIT_DATA_BYTES": (
+        "14",
+        "bytes of data in 16 bytes of a small batch's rows between GPUs; 12 relies on words of 8 "
+        "bytes alone",
+    ),
     "MOE_NVLINK_TUNING": (
         "unset",
         "file that `moe-nvlink tune` wrote on such a machine: launches choose as it says",
@@ -73,6 +78,8 @@ VARIABLES: dict[str, tuple[str, str]] = {
 MAX_HOST_THREADS = 1024
 MAX_SMS = 1024
 MAX_SMALL_TOKENS = 64
+#: Bytes of data that a unit of a small batch's rows may have; the first is the default.
+UNIT_DATA_BYTES = (14, 12)
 MAX_SECONDS = 1e6  # the limit itself is not allowed
 
 
@@ -259,6 +266,16 @@ def small_tokens() -> int | None:
         raise ConfigError(
             f"MOE_NVLINK_SMALL_TOKENS={text!r} is no number from 0 to {MAX_SMALL_TOKENS}; unset "
             "it for up to 32 on GPUs and 0 on CPU ranks"
+        )
+    return int(text)
+
+
+def unit_data_bytes() -> int:
+    """Return the default of AllToAllConfig.unit_data_bytes."""
+    text = _text("MOE_NVLINK_UNIT_DATA_BYTES") or "14"
+    if text not in map(str, UNIT_DATA_BYTES):
+        raise ConfigError(
+            f"MOE_NVLINK_UNIT_DATA_BYTES={text!r} is neither 14 nor 12; unset it for 14"
         )
     return int(text)
 

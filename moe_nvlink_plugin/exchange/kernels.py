@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from moe_nvlink_plugin import env
 from moe_nvlink_plugin.jit import header
 from moe_nvlink_plugin.launch.kernel import ELEMENT, PDL, Axis, Family, Kernel, no_yes
 from moe_nvlink_plugin.launch.shape import Limits, Shape
@@ -70,10 +71,10 @@ ORDERED_SLOTS = Axis(
 
 
 def _unit_data_bytes() -> dict[str, int]:
-    return {"12": 12, "14": 14}
+    return {str(data_bytes): data_bytes for data_bytes in sorted(env.UNIT_DATA_BYTES)}
 
 
-#: Bytes of data of the units that carry rows of small batches (units.h). The host's is 14.
+#: Bytes of data of the units that carry rows of small batches (units.h). CPU ranks have 14.
 UNITS = Axis("units", ("int kUnitDataBytes",), _unit_data_bytes, default="14", is_silent=True)
 
 

@@ -14,7 +14,7 @@ from moe_nvlink_plugin.launch.kernel import ELEMENT, Variant
 from .arguments import all_ids_travel, combine_code
 from .kernels import COMBINE, DISPATCH, LAYER, QUANTISER, SMALL_COMBINE, SMALL_DISPATCH
 from .shapes import CombineSizes, DispatchSizes, quantising_lanes
-from .sizes import combine_dtypes, small_combine_tokens
+from .sizes import combine_dtypes, row_data_bytes, small_combine_tokens
 from .small_batches import small_combine_sizes, small_dispatch_sizes
 
 
@@ -33,7 +33,7 @@ def variant(config: AllToAllConfig, quantiser: int) -> Variant:
         combine=combine_code(config),
         expert_counts=1 if config.num_expert_counts else 0,
         ordered_slots=int(config.ordered_slots),
-        units=config.choices.unit_data_bytes,
+        units=row_data_bytes(config),
     )
 
 

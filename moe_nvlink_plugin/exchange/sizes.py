@@ -18,7 +18,7 @@ from moe_nvlink_plugin.recipes import PayloadRow, Recipe, combine_formats
 from . import scales_layout
 
 #: Bytes of a unit, in which rows of small batches and counts travel, and of data in one with two
-#: marks (units.h); Choices.unit_data_bytes says how many the units of rows have.
+#: marks (units.h); AllToAllConfig.unit_data_bytes says how many the units of rows have.
 UNIT_BYTES, UNIT_DATA_BYTES = 16, 12
 #: Payloads begin at multiples of these bytes in a packed row.
 PACKED_ALIGNMENT = 16
@@ -147,10 +147,16 @@ def staged_bytes(row_bytes: int, data_bytes: int = UNIT_DATA_BYTES) -> int:
     return -(-row_bytes // data_bytes) * UNIT_BYTES
 
 
+def row_data_bytes(config: AllToAllConfig) -> int:
+    """Return the bytes of data of units that carry rows. Local."""
+    assert config.unit_data_bytes is not None  # AllToAllConfig has filled it in
+    return config.unit_data_bytes
+
+
 def summed_data_bytes(config: AllToAllConfig, element_bytes: int) -> int:
     """Return the bytes of data of units that carry rows of such elements in combine. Local."""
     # 14 bytes would cut an element of 4.
-    return config.choices.unit_data_bytes if element_bytes == 2 else UNIT_DATA_BYTES
+    return row_data_bytes(config) if element_bytes == 2 else UNIT_DATA_BYTES
 
 
 def combines_small_batches(config: AllToAllConfig) -> bool:
@@ -171,7 +177,7 @@ def small_combine_tokens(config: AllToAllConfig) -> int:
 
 def staging_rows(config: AllToAllConfig, packed_bytes: int) -> dict[str, int]:
     """Return region name -> bytes of one row's units, for a packed row of so many bytes. Local."""
-    rows = {"dispatch_staging": staged_bytes(packed_bytes, config.choices.unit_data_bytes)}
+    rows = {"dispatch_staging": staged_bytes(packed_bytes, row_data_bytes(config))}
     if combines_small_batches(config):
         sizes = [dtype.itemsize for dtype in combine_dtypes(config)]
         widest = max(

@@ -1,7 +1,8 @@
 """Small batches: up to how many tokens they have kernels of their own, and how CTAs share these.
 
-The numbers are those of an H200 with near memory, at 2 and at 8 ranks (run: benchmarks/NOTES.md,
-2026-11-26). Far memory favours the kernels for small batches, which wait for fewer trips.
+The numbers are those of an H200 with near memory, at 2 and at 8 ranks, and of units with 12 bytes
+of data (run: benchmarks/NOTES.md, 2026-11-26). A part has as many units of 14 bytes, and is taken
+to cost as much. Far memory favours the kernels for small batches, which wait for fewer trips.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .sizes import (
     combines_small_batches,
     packed_bytes,
     payload_rows,
+    row_data_bytes,
     staging_rows,
     summed_data_bytes,
     widest_combine_row,
@@ -28,10 +30,7 @@ from .sizes import (
 
 logger = logging.getLogger(__name__)
 
-#: Data bytes of a unit -> bytes of a packed row that one CTA of a small dispatch stages (kPartBytes
-#: and kDensePartBytes of config.h).
-PART_BYTES = {12: 3072, 14: 3136}
-#: Units of a row that one CTA of a small combine takes at a time (kPartUnits of config.h).
+#: Units of a row that one CTA takes at a time (kPartUnits of config.h).
 PART_UNITS = 256
 #: Most bytes of a packed row that dispatch quantises (kMaxStagedBytes of config.h).
 MAX_STAGED_BYTES = 16384
@@ -118,7 +117,7 @@ def _say_once(text: str) -> None:
 def _worth_it_in_dispatch(config: AllToAllConfig, packed: int, num_sms: int) -> int:
     targets = _rows_per_token(config)
     choices = config.choices
-    parts = ceil_div(packed, PART_BYTES[choices.unit_data_bytes])
+    parts = _dispatch_parts(config, packed)
     token = parts * (_cost(_SENT_TO_TARGETS, targets) + targets)
     return int(choices.small_dispatch_parts * choices.small_ctas_per_sm * num_sms / token)
 
@@ -142,7 +141,7 @@ def small_dispatch_sizes(
         quantiser: kQuantiser* of config.h, or 0; with one, a CTA quantises whole rows.
     """
     choices = config.choices
-    parts = ceil_div(packed_bytes(row_bytes.values()), PART_BYTES[choices.unit_data_bytes])
+    parts = _dispatch_parts(config, packed_bytes(row_bytes.values()))
     targets = _rows_per_token(config)
     sent_parts = 1 if quantiser else parts
     cost = parts / sent_parts * _cost(_SENT_TO_TARGETS, targets) * choices.sent_weight
@@ -168,6 +167,10 @@ def small_combine_sizes(config: AllToAllConfig, element_bytes: int) -> SmallSize
     choices = config.choices
     cost = _cost(_SUM_OF_ROWS, rows) * choices.summed_weight
     return SmallSizes(parts, parts, sent_rows=rows, received_cost=cost, choices=choices)
+
+
+def _dispatch_parts(config: AllToAllConfig, packed: int) -> int:
+    return ceil_div(packed, PART_UNITS * row_data_bytes(config))
 
 
 def _combine_parts(config: AllToAllConfig, element_bytes: int) -> int:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 
 from moe_nvlink_plugin import driver
-from moe_nvlink_plugin.choices import Choices, Value, table
+from moe_nvlink_plugin.choices import Choices, table
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.version import own_version
@@ -268,18 +268,13 @@ def _choices(value: Any, name: str) -> Choices:
     if not isinstance(value, dict):
         raise _WrongError(f"{name} is no object but {type(value).__name__}")
     known = {one.name: one for one in table() if one.is_tuned}
-    for field, chosen in value.items():
+    for field in value:
         if field not in known:
             raise _WrongError(f"{name} has {field!r}, which is none of {', '.join(known)}")
-        if not _is_one_of(chosen, known[field].candidates):
-            allowed = ", ".join(map(str, known[field].candidates))
-            raise _WrongError(f"{name}.{field}={chosen!r} is none of {allowed}")
-    return Choices(**value)
-
-
-def _is_one_of(value: Any, candidates: tuple[Value, ...]) -> bool:
-    """Return whether a value is among the candidates; 1 is not True."""
-    return any(value == one and type(value) is type(one) for one in candidates)
+    try:
+        return Choices(**value)
+    except ConfigError as error:
+        raise _WrongError(f"{name}.{error}") from None
 
 
 def _cpu() -> str:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll, rank_mask, reference
-from moe_nvlink_plugin.choices import TODAY
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.exchange.scales_layout import TILE_ROWS, TILE_SCALES
 from moe_nvlink_plugin.exchange.sizes import small_combine_tokens
@@ -54,7 +53,7 @@ class Case:
     scale: float = 1.0  # what it multiplies them by
     num_expert_counts: int = 0
     ordered_slots: bool = False
-    unit_data_bytes: int = TODAY.unit_data_bytes  # on GPUs
+    unit_data_bytes: int | None = None  # on GPUs; None: as the environment says
     left_out: tuple[int, ...] = ()  # by the masks of the others; these make up a round of their own
 
     @property
@@ -96,8 +95,8 @@ class Case:
             scales_layout=self.scales_layout,
             num_expert_counts=self.num_expert_counts,
             ordered_slots=self.ordered_slots,
-            # A user's file is for another layer.
-            tuning=TODAY.but("unit_data_bytes", self.unit_data_bytes),
+            unit_data_bytes=self.unit_data_bytes,
+            tuning="",  # a user's file is for another layer
         )
 
 

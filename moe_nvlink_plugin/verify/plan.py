@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from moe_nvlink_plugin import HeadConfig
+from moe_nvlink_plugin import HeadConfig, env
 from moe_nvlink_plugin.config import ACTIVATION_DTYPES
-from moe_nvlink_plugin.exchange.kernels import UNITS
 
 from .cases import ADDS, COMBINE_FORMATS, RECIPES, Case, is_small, with_formats
 from .checks import Check, Head, Rounds
@@ -107,8 +106,8 @@ def _on_gpus(large: Case, small: Case) -> Iterator[Rounds]:
     for case in (large, small):
         yield Rounds(name=f"{case.name}, CUDA graph", case=case, rounds=12, captured=True)
         yield Rounds(name=f"{case.name}, without PDL", case=case, rounds=6, pdl=False)
-    for data_bytes in UNITS.choices().values():
-        if data_bytes != small.unit_data_bytes:
+    for data_bytes in env.UNIT_DATA_BYTES:
+        if data_bytes != small.config(0).unit_data_bytes:
             other = dataclasses.replace(small, unit_data_bytes=data_bytes)
             yield Rounds(name=f"{small.name}, units of {data_bytes} bytes", case=other, rounds=12)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from typing import Any
@@ -116,6 +117,7 @@ def _quick(geometry: Geometry, config: AllToAllConfig, device: torch.device) -> 
         for small_tokens in (0, geometry.max_tokens) if uses_small else (0,):
             kind = "small batches" if small_tokens else "large batches"
             case = with_formats(geometry.case(kind, geometry.max_tokens, device), recipe, back)
+            case = dataclasses.replace(case, unit_data_bytes=config.unit_data_bytes)
             rounds = Rounds(name=case.name, case=case, rounds=3, small_tokens=small_tokens)
             if case.hidden_size == geometry.hidden_size:
                 checks.append(rounds)

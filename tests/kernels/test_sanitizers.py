@@ -165,16 +165,16 @@ SMALL_BUGS: Bugs = {
     "second staged half": [
         Edit(
             "send_parts_of_tokens",
-            "shared.staged + turn * kPartBytesOf<Unit>",
-            "shared.staged + (AWAKE ? 0 : turn) * kPartBytesOf<Unit>",
+            "shared.staged + turn * kPartBytes<Unit>",
+            "shared.staged + (AWAKE ? 0 : turn) * kPartBytes<Unit>",
         )
     ],
     "barrier behind the units": without("receive_chunk", "cta.sync_warp();"),
     "second half of what is received": [
         Edit(
             "receive_chunk",
-            "staged + turn * kPartBytesOf<Unit>",
-            "staged + (AWAKE ? 0 : turn) * kPartBytesOf<Unit>",
+            "staged + turn * kPartBytes<Unit>",
+            "staged + (AWAKE ? 0 : turn) * kPartBytes<Unit>",
         )
     ],
     "barrier behind the counts of a small round": without(

@@ -1,6 +1,6 @@
 """The product's own kernels for GPUs, executed as PTX, against the reference bit for bit.
 
-`make test` has a sample, in which every kernel variant occurs. kernels/EVIDENCE.md has the
+`make test` has a sample, in which every value of an axis occurs. kernels/EVIDENCE.md has the
 command of the whole list (`-m long`).
 """
 
@@ -122,12 +122,13 @@ SMALL_SAMPLE = tuple(
 def test_small_sample(
     recipe: str | None, combine: str, architecture: str, post_quant: bool
 ) -> None:
-    """With CTAs for each role, and with CTAs that have both."""
+    """With CTAs for each role, and with CTAs that have both, the latter also with other units."""
     number = SAMPLE.index((recipe, combine, architecture, post_quant))
     case = dataclasses.replace(cases.with_formats(SMALL, recipe, combine), small=True)
     options: dict[str, Any] = {"architecture": architecture, "post_quant": post_quant}
-    for ctas in (3, 1):
-        mine = finished(case, number + ctas + 4)
+    for ctas, data_bytes in ((3, 14), (1, 14), (1, 12)):
+        mine = finished(case, number + ctas + data_bytes // 2 - 3)
+        mine = dataclasses.replace(mine, unit_data_bytes=data_bytes)
         emulated.check_case("ptx", mine, ctas=ctas, threads=64, pdl=True, **options)
 
 
@@ -159,8 +160,9 @@ def test_slots_in_the_order_of_the_tokens(recipe: str | None) -> None:
     emulated.check_case("ptx", case, ctas=3, threads=64, pdl=True, races=True)
 
 
-def test_small_rounds_of_other_counts() -> None:
-    case = dataclasses.replace(SMALL, small=True)
+@pytest.mark.parametrize("data_bytes", [14, 12])
+def test_small_rounds_of_other_counts(data_bytes: int) -> None:
+    case = dataclasses.replace(SMALL, small=True, unit_data_bytes=data_bytes)
     emulated.check_rounds("ptx", case, 6, ctas=2, threads=64, pdl=True, seed=3)
 
 
@@ -305,6 +307,7 @@ def test_case_as_a_small_batch(number: int, architecture: str) -> None:
     if CASES[number].capacity > MAX_SMALL_TOKENS:
         pytest.skip("more tokens than a small batch has")
     case, options = dataclasses.replace(CASES[number], small=True), varied(number)
+    case = dataclasses.replace(case, unit_data_bytes=(14, 12)[number % 3 // 2])
     del options["hidden_splits"]
     emulated.check_case("ptx", case, architecture=architecture, **options)
 

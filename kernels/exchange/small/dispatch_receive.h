@@ -180,7 +180,7 @@ struct ReceivedChunk {
   uint32_t row_stride;  // from a slot's units to the next slot's
 
   HD ReceivedChunk(const DispatchArgs& args, int part, int chunk)
-      : first_byte(part * kPartBytesOf<Unit> + chunk * kChunkBytes<Unit>),
+      : first_byte(part * kPartBytes<Unit> + chunk * kChunkBytes<Unit>),
         units(packed_row_at<Unit>(args, args.geometry.ep_rank, 0, 0) +
               static_cast<int64_t>(first_byte / Unit::kDataBytes) * kUnitBytes),
         row_stride(static_cast<uint32_t>(units_of<Unit>(static_cast<int>(args.packed_bytes))) *
@@ -189,6 +189,13 @@ struct ReceivedChunk {
     bytes = left < kChunkBytes<Unit> ? left : kChunkBytes<Unit>;
   }
 };
+
+// Stores half of a word of shared memory, whose other half another thread may store.
+HD void put_half(uint32_t* word, int half, uint16_t value) {
+  uint16_t* target = reinterpret_cast<uint16_t*>(word) + half;
+  MOE_NVLINK_DEVICE_ONLY(*target = value;)
+  MOE_NVLINK_HOST_ONLY(std::memcpy(target, &value, sizeof(value));)  // it is read as another type
+}
 
 // Brings a row's chunk into shared memory and clears its units.
 template <class Unit>
@@ -216,8 +223,7 @@ HD void take_units(const DispatchArgs& args, const Cta& cta, const ReceivedChunk
     }
     if constexpr (Unit::kParts > kUnitWords) {
       if (place.shared < num_words) {
-        reinterpret_cast<uint16_t*>(words + place.shared)[place.half] =
-            static_cast<uint16_t>(data[kUnitWords]);
+        put_half(words + place.shared, place.half, static_cast<uint16_t>(data[kUnitWords]));
       }
     }
   }
@@ -300,7 +306,7 @@ HD void receive_chunk(const DispatchArgs& args, const Cta& cta, const ReceivedSh
     if (row.place >= shared.counts[row.source]) continue;
     const uint32_t slot =
         static_cast<uint32_t>(row.source * args.geometry.max_tokens_per_rank + row.place);
-    char* half = staged + turn * kPartBytesOf<Unit>;
+    char* half = staged + turn * kPartBytes<Unit>;
     take_units(args, cta, chunk, slot, row.source, epoch, patience, half);
     cta.sync_warp();  // the chunk is whole
     store_chunk(args, cta, received, chunk, lanes_own, slot, half);

@@ -79,10 +79,10 @@ HD void send_parts_of_tokens(const DispatchArgs& args, const Cta& cta, const Sma
   bool is_first = true;
   for (SentItem item = share.first; item.token < args.geometry.num_tokens;
        item = share.after(item, parts)) {
-    char* staged = shared.staged + turn * kPartBytesOf<Unit>;
+    char* staged = shared.staged + turn * kPartBytes<Unit>;
     SmallRoute& route = shared.routes[turn];
     const int bytes = bytes_of_part<Unit>(args, item.part);
-    const int first_byte = item.part * kPartBytesOf<Unit>;
+    const int first_byte = item.part * kPartBytes<Unit>;
     const int num_pieces = bytes / kPieceBytes;
     Piece piece = {};
     if (cta.thread < num_pieces) {

@@ -37,10 +37,9 @@ constexpr int kChunkUnits = 32;
 template <class Unit>
 constexpr int kChunkBytes = kChunkUnits * Unit::kDataBytes;
 template <class Unit>
-constexpr int kPartBytesOf = Unit::kDataBytes == 12 ? kPartBytes : kDensePartBytes;
-static_assert(kPartBytes % kChunkBytes<TwoMarkUnit> == 0 && kChunkBytes<TwoMarkUnit> % 16 == 0);
-static_assert(kDensePartBytes % kChunkBytes<OneMarkUnit> == 0 &&
-              kChunkBytes<OneMarkUnit> % 16 == 0);
+constexpr int kPartBytes = kPartUnits * Unit::kDataBytes;
+static_assert(kPartUnits % kChunkUnits == 0);
+static_assert(kChunkBytes<TwoMarkUnit> % 16 == 0 && kChunkBytes<OneMarkUnit> % 16 == 0);
 // The first chunk has all ids and weights.
 static_assert(2 * kMaxTopK * 4 <= kChunkBytes<TwoMarkUnit>);
 
@@ -59,12 +58,10 @@ struct SmallDispatchShared {
 };
 
 template <class Config>
-using SmallDispatchSharedFor =
-    SmallDispatchShared<Config::kQuantiser == kQuantiserNone
-                            ? kStagedParts * kPartBytesOf<RowUnit<Config>>
-                            : kMaxStagedBytes>;
-static_assert(kStagedParts * kPartBytes <= kMaxStagedBytes &&
-              kStagedParts * kDensePartBytes <= kMaxStagedBytes);
+using SmallDispatchSharedFor = SmallDispatchShared<Config::kQuantiser == kQuantiserNone
+                                                       ? kStagedParts * kPartBytes<RowUnit<Config>>
+                                                       : kMaxStagedBytes>;
+static_assert(kStagedParts * kPartBytes<OneMarkUnit> <= kMaxStagedBytes);
 
 // The CTA's warps, or what exchanges values on this platform.
 HD int num_groups(const Cta& cta) {
@@ -77,8 +74,8 @@ HD int lane_of(const Cta& cta) {
   return cta.thread % Cta::kExchangeThreads;
 }
 
-// Threads at the end of the CTA wait for the peers: they have no vector of a part. CTA F counts with
-// the groups before them.
+// Threads at the end of the CTA wait for the peers: they have no piece of a part, or few of them have.
+// CTA F counts with the groups before them.
 HD int num_counting_groups(const DispatchArgs& args, const Cta& cta) {
   const int waiting = (args.geometry.ep_size + Cta::kExchangeThreads - 1) / Cta::kExchangeThreads;
   const int rest = num_groups(cta) - waiting;
@@ -88,12 +85,12 @@ HD int num_counting_groups(const DispatchArgs& args, const Cta& cta) {
 // Parts of a packed row, and the bytes of one.
 template <class Unit>
 HD int num_parts(const DispatchArgs& args) {
-  return (static_cast<int>(args.packed_bytes) + kPartBytesOf<Unit> - 1) / kPartBytesOf<Unit>;
+  return (static_cast<int>(args.packed_bytes) + kPartBytes<Unit> - 1) / kPartBytes<Unit>;
 }
 template <class Unit>
 HD int bytes_of_part(const DispatchArgs& args, int part) {
-  const int left = static_cast<int>(args.packed_bytes) - part * kPartBytesOf<Unit>;
-  return left < kPartBytesOf<Unit> ? left : kPartBytesOf<Unit>;
+  const int left = static_cast<int>(args.packed_bytes) - part * kPartBytes<Unit>;
+  return left < kPartBytes<Unit> ? left : kPartBytes<Unit>;
 }
 
 // The packed row that `source` sends to `place` in its slice of `owner`'s staging.

@@ -14,12 +14,9 @@ constexpr int kRegionAlignment = 256;  // bytes; regions of the workspace start 
 constexpr int kMaxHeadSplits = 8;      // CTAs that share one row of logits
 constexpr int kMaxFinishers = 32;      // CTAs of dispatch that share the work at its end
 
-// Small batches (units.h): the most tokens of a rank; the bytes of a packed row that one CTA of
-// dispatch stages at a time, in units with 12 and with 14 bytes of data; the units that one of combine
-// takes at a time; and the most bytes of a packed row that a CTA quantises.
+// Small batches (units.h): the most tokens of a rank; the units of a row that one CTA takes at a time;
+// and the most bytes of a packed row that a CTA quantises.
 constexpr int kMaxSmallTokens = 64;
-constexpr int kPartBytes = 3072;
-constexpr int kDensePartBytes = 3136;
 constexpr int kPartUnits = 256;
 constexpr int kMaxStagedBytes = 16384;
 

@@ -239,7 +239,8 @@ def _descriptor_domain() -> str:
 def _environment() -> tuple[dict[str, str | None], tuple[str, ...]]:
     bad = []
     readers: tuple[Callable[[], Any], ...] = (env.host_threads, env.first_timeout_s, env.pdl)
-    readers += (env.max_sms, env.small_tokens, _combine, env.allow_shared_gpu, env.lineinfo)
+    readers += (env.max_sms, env.small_tokens, env.unit_data_bytes, _combine)
+    readers += (env.allow_shared_gpu, env.lineinfo)
     for reader in readers:
         found = _ask(lambda reader=reader: str(reader()))  # type: ignore[misc]
         if found.error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
-from moe_nvlink_plugin.choices import Choices
 from moe_nvlink_plugin.errors import DriverError, PeerError
 from moe_nvlink_plugin.exchange import small_batches
 from moe_nvlink_plugin.exchange.small_batches import with_small_tokens
@@ -37,7 +36,7 @@ def nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_as_many_as_they_gain_for() -> None:
     assert limits(H200_SMS) == (32, 13)
-    assert limits(H200_SMS, tuning=Choices(unit_data_bytes=12)) == (32, 10)
+    assert limits(H200_SMS, unit_data_bytes=12) == (32, 10)
     assert limits(16) == (4, 1)
     # Two ranks send a quarter of the rows; measured as 40 and 12 with units of 12 bytes.
     assert limits(66, ep_size=2) == (32, 17)

@@ -66,6 +66,15 @@ def refusal(path: str, **values: Any) -> str:
 # The table.
 
 
+@pytest.mark.parametrize(
+    "values", [{"host_threads": 0}, {"small_tokens": 70}, {"pdl": 1}, {"sent_weight": "1"}]
+)
+def test_choices_that_are_none(values: dict[str, Any]) -> None:
+    (name,) = values
+    with pytest.raises(ConfigError, match=f"{name}={values[name]!r} is none of "):
+        Choices(**values)
+
+
 def test_todays_values_are_candidates_and_no_choice_is_nameless() -> None:
     for one in table():
         assert one.today in one.candidates, one.name

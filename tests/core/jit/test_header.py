@@ -24,7 +24,7 @@ from moe_nvlink_plugin.errors import CompileError
 from moe_nvlink_plugin.exchange import rank_masks, sizes
 from moe_nvlink_plugin.exchange.arguments import formats_code, number_code, written_code
 from moe_nvlink_plugin.exchange.kernels import COMBINE, LAYER, UNITS
-from moe_nvlink_plugin.exchange.small_batches import MAX_STAGED_BYTES, PART_BYTES, PART_UNITS
+from moe_nvlink_plugin.exchange.small_batches import MAX_STAGED_BYTES, PART_UNITS
 from moe_nvlink_plugin.jit import header, host, nvrtc, source
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.lm_head.kernels import GATHER, HEAD, MOST_HEAD_SPLITS
@@ -45,8 +45,7 @@ def test_limits() -> None:
     assert numbers["kRegionAlignment"] == layout.REGION_ALIGNMENT
     assert numbers["kMaxHeadSplits"] == MOST_HEAD_SPLITS
     assert numbers["kMaxSmallTokens"] == MAX_SMALL_TOKENS == env.MAX_SMALL_TOKENS
-    parts = {12: numbers["kPartBytes"], 14: numbers["kDensePartBytes"]}
-    assert (parts, numbers["kPartUnits"]) == (PART_BYTES, PART_UNITS)
+    assert numbers["kPartUnits"] == PART_UNITS
     assert numbers["kMaxStagedBytes"] == MAX_STAGED_BYTES
     units = constants("include/moe_nvlink/units.h")
     assert units["kUnitBytes"] == sizes.UNIT_BYTES

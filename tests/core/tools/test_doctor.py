@@ -511,6 +511,7 @@ def test_needed_architectures_are_compiled(
         ("MOE_NVLINK_MAX_SMS", "x"),
         ("MOE_NVLINK_LINEINFO", "2"),
         ("MOE_NVLINK_SMALL_TOKENS", "65"),
+        ("MOE_NVLINK_UNIT_DATA_BYTES", "13"),
         ("MOE_NVLINK_COMBINE", "fp8"),
     ],
 )

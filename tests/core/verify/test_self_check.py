@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from moe_nvlink_plugin import MoeAllToAll, self_check
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, self_check
 from moe_nvlink_plugin.errors import ConfigError, DisagreementError, SelfCheckError
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from moe_nvlink_plugin.verify import cases
-from moe_nvlink_plugin.verify.checks import _Ran, run_together
+from moe_nvlink_plugin.verify.checks import Rounds, _Ran, run_together
 from moe_nvlink_plugin.verify.self_check import _checks
 from tests.core.exchange import small_exchange
 from tests.core.verify.test_checks import plant
@@ -85,6 +85,22 @@ def test_gpus_check_the_kernels_that_they_use(small_tokens: int | None, kinds: s
     config = dataclasses.replace(CONFIG, small_tokens=small_tokens)
     found = _checks(config, torch.device("cuda"), is_full=False)
     assert {check.name.split()[0] for check in found} == kinds
+
+
+@pytest.mark.parametrize("data_bytes", [14, 12])
+def test_gpus_check_the_units_that_they_use(
+    monkeypatch: pytest.MonkeyPatch, data_bytes: int
+) -> None:
+    def units(config: AllToAllConfig, *, is_full: bool) -> set[int | None]:
+        checks = _checks(config, torch.device("cuda"), is_full=is_full)
+        return {each.case.config(0).unit_data_bytes for each in checks if isinstance(each, Rounds)}
+
+    config = dataclasses.replace(CONFIG, unit_data_bytes=data_bytes)
+    assert units(config, is_full=False) == {data_bytes}
+    monkeypatch.setenv("MOE_NVLINK_UNIT_DATA_BYTES", str(data_bytes))
+    config = dataclasses.replace(CONFIG, unit_data_bytes=None)
+    assert units(config, is_full=False) == {data_bytes}
+    assert units(config, is_full=True) == {14, 12}
 
 
 def test_a_fault_is_an_error_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,7 +231,7 @@ def test_a_unit_that_is_not_cleared_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 MUTANTS = {
     "slots": ("counts[turn] && tokens[turn].has", "counts[turn] && !tokens[turn].has"),
-    "parts": ("kPartBytesOf<Unit> + chunk", "kPartBytesOf<Unit> * 2 + chunk"),
+    "parts": ("kPartBytes<Unit> + chunk", "kPartBytes<Unit> * 2 + chunk"),
     "ids": ("const bool keeps = received.keeps(args, id);", "const bool keeps = true;"),
     "empty": ("int word = filled + column", "int word = filled + 1 + column"),
 }
