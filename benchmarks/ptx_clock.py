@@ -9,7 +9,7 @@ The PTX of both is executed (tests/support/ptx) with the same routing, on the sa
 (tests/support/ptx/costs.py), one rank for all of them (benchmarks/moe_comm/clocked.py). Of the
 table three numbers are fitted to published times of GB200, and those times hold what the published
 benchmark adds: so rows of up to 64 tokens, where these three decide, have a second figure, `low`,
-by what a reader of the SASS expects of the three.
+by what a reader of the SASS expects of the three, and rows of fewer SMs have it for any number.
 """
 
 from __future__ import annotations
@@ -77,18 +77,22 @@ def run(
         return {verb: layer.run(verb) for verb in VERBS if "combine" in verbs or verb in verbs}
 
 
-def rows_of(kernels: str, work: Work, machine: str, verbs: Sequence[str]) -> list[Row]:
-    """Return a row for each verb."""
-    fitted = run(kernels, work, machine, verbs, {})
+def rows_of(
+    kernels: str, work: Work, machine: str, verbs: Sequence[str], num_sms: int | None = None
+) -> list[Row]:
+    """Return a row for each verb, of a machine with so many SMs; None: all of its own."""
+    changes: dict[str, float] = {} if num_sms is None else {"num_sms": num_sms}
+    fitted = run(kernels, work, machine, verbs, changes)
     if kernels.startswith("flashinfer") and work.combine != "bf16":
         verbs = [verb for verb in verbs if verb == "dispatch"]  # its combine is run for bf16 alone
-    is_small = work.tokens <= clocked.MOST_TOKENS_WITH_PATHS
-    low = run(kernels, work, machine, verbs, costs.expected(machine)) if is_small else {}
+    low: dict[str, clocked.Clocked] = {}
+    if work.tokens <= clocked.MOST_TOKENS_WITH_PATHS or num_sms is not None:
+        low = run(kernels, work, machine, verbs, {**costs.expected(machine), **changes})
     return [
         {
             "label": LABEL,
             "kernels": kernels,
-            "machine": machine,
+            "machine": machine if num_sms is None else f"{machine}, {num_sms} SMs",
             "ep_size": work.ep_size,
             "recipe": work.recipe,
             "combine": work.combine,
@@ -157,6 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--machine", nargs="+", choices=costs.MACHINES, default=["gb200"])
     parser.add_argument("--recipe", nargs="+", choices=FORMATS, default=["bf16"], help="dispatch's")
     parser.add_argument("--combine", choices=COMBINE_FORMATS, default="bf16", help="combine's")
+    parser.add_argument("--sms", nargs="+", type=int, default=[None], help="instead of all")
     parser.add_argument("--verb", nargs="+", choices=VERBS, default=list(VERBS))
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=DEFAULTS)
     parser.add_argument("--path", action="store_true", help="print the critical paths")
@@ -173,8 +178,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.calibrate:
         made["calibration"] = calibration(TOKENS, {})
         made["errors"] = errors(made["calibration"])
-    cases = itertools.product(given.machine, given.ep, given.recipe, given.tokens, given.kernels)
-    for machine, ep_size, recipe, tokens, kernels in cases:
+    cases = itertools.product(
+        given.machine, given.sms, given.ep, given.recipe, given.tokens, given.kernels
+    )
+    for machine, num_sms, ep_size, recipe, tokens, kernels in cases:
         if ONLY_ON.get(kernels, machine) != machine or tokens > MOST_TOKENS.get(kernels, tokens):
             continue
         if kernels.startswith("flashinfer") and ep_size > peer_launches.MOST_RANKS:
@@ -183,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         work = Work(ep_size, tokens, recipe, given.combine)
         # Every rank has as many, which FlashInfer asks for: 288 experts on 72 ranks.
         work = work._replace(num_experts=-(-work.num_experts // ep_size) * ep_size)
-        made["rows"] += rows_of(kernels, work, machine, given.verb)
+        made["rows"] += rows_of(kernels, work, machine, given.verb, num_sms)
         took = time.monotonic() - began
         print(f"{kernels} {machine} EP{ep_size} {recipe} {tokens}: {took:.0f} s", file=sys.stderr)
         if given.path:

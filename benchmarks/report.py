@@ -145,6 +145,7 @@ TABLES: dict[str, Table | Pair] = {
     "recipes-all": Table("*-cpu-recipes.json", tables.recipes),
     "recipes-gpu": Table("*-GPU-recipes.json", tables.recipes_gpu),
     "ptx-clock": Table("*-ptx-clock.json", partial(tables.ptx_clock, shows=_is_shown)),
+    "ptx-clock-sms": Table("*-ptx-clock-sms.json", tables.ptx_clock),
     "ptx-clock-wide": Table("*-ptx-clock-wide.json", tables.ptx_clock),
     "sync": Table("*-sync.json", tables.sync),
     "lm-head-gpu": Table("*-GPU-lm-head.json", tables.lm_head),

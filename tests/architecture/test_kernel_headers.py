@@ -85,10 +85,10 @@ def test_each_access_is_named_after_its_instruction() -> None:
     named = {}
     for function in cpp.functions(text):
         body = text[function.start : function.end]
-        instruction = re.search(r'asm\s+volatile\s*\(\s*"([^"\s]+)', body)
+        instruction = re.search(r"asm\s+volatile.*?\b((?:ld|st|atom|red)[.]\S+)", body, re.DOTALL)
         if instruction:
             operation, order, scope, _space, *rest = instruction[1].split(".")
-            words = "words_" if "v2" in rest else ""
+            words = "words_" if "v2" in rest else "long_word_" if "b128" in rest else ""
             named[function.name] = f"{operations[operation]}_{words}{order}_{scope}"
     assert len(named) >= 8
     assert all(name == instruction for name, instruction in named.items()), named

@@ -80,7 +80,7 @@ HD Round send_first_part(const CombineArgs& args, const Cta& cta, const SmallPla
   const Round round = this_round(args);
   if (round.has_failed || static_cast<uint32_t>(sent.place) >= count) return round;
   if (unit < end) put_data<Unit>(args, plan, sent, unit, data, round.epoch);
-  // Fewer threads than units: on the host.
+  // Fewer threads than units: on the host, or if Choices.small_threads is 128.
   MOE_NVLINK_ROLLED
   for (unit += cta.num_threads; unit < end; unit += cta.num_threads) {
     load_data<Unit>(plan, row, unit, data);

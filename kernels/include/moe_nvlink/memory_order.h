@@ -4,7 +4,7 @@
 // access: that form is the easiest to reason about in the PTX model, and the only one that the
 // thread sanitizer understands. On the device each access is one PTX instruction with a memory
 // clobber, so the compiler moves nothing across it. On the host each is the std::atomic_ref
-// operation of the same order.
+// operation of the same order, but for the long word, which says its own.
 #pragma once
 
 #include "platform.h"
