@@ -55,12 +55,16 @@ def fitting(all_cases: tuple[Case, ...]) -> tuple[Case, ...]:
 
 FITTING = fitting(case_list.CASES)
 
-#: Packed rows of several parts: the last of one unit, and of more than one thread's.
+#: Packed rows of several parts: of 256 units of 14 bytes.
 LONG = Case(name="three parts", tokens=(5, 0, 8), hidden_size=2048, top_k=3)
 #: Some ranks own two experts, the others one.
 MANY = Case(name="64 ranks", tokens=(2, 0, 1, 3) * 16, num_experts=69, top_k=6)
 OWN_CASES = (
     LONG,
+    *(
+        Case(name=f"{888 + words} words", tokens=(5, 0, 8), hidden_size=888 + words, top_k=3)
+        for words in (-1, 0, 1, 4, 7)  # less, as much and more than a part, with ids and weights
+    ),
     MANY,
     dataclasses.replace(
         LONG,
