@@ -1,9 +1,9 @@
 """What a launch may choose freely: one table of choices, with today's values and candidates.
 
-No choice changes a result; each changes how long a verb takes. `moe-nvlink tune` measures the
-candidates on a machine, and a file of what it found replaces today's values (exchange/tuning.py).
-The module imports no torch, because every compiling process of `moe-nvlink precompile` would pay
-for it.
+No choice changes a result, but for the bits of a NaN; each changes how long a verb takes.
+`moe-nvlink tune` measures the candidates on a machine, and a file of what it found replaces today's
+values (exchange/tuning.py). The module imports no torch, because every compiling process of
+`moe-nvlink precompile` would pay for it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ _WEIGHTS = (0.5, 0.7, 1.0, 1.4, 2.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choices:
-    """A value for each choice; equal on all ranks of an exchange. `table` has their meanings."""
+    """A value for each choice; equal on all ranks of an exchange. `table` has their meanings.
+
+    Raises:
+        ConfigError: a value is none of the choice's candidates; names it and them.
+    """
 
     small_tokens: int | None = _choice(
         None,

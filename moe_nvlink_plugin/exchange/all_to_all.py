@@ -411,7 +411,8 @@ class MoeAllToAll:
         Returns:
             `[num_tokens, hidden_size]` in the type of expert_output. A token without a valid expert
             gets its row of `add` (its sum is -0.0), or zeros without `add`. The same rows, routing,
-            add and scale give the same bits, whatever the timing.
+            add and scale give the same bits, whatever the timing. Of several NaNs, kernels for
+            small and for large batches may keep another one's bits.
 
         Raises:
             InputError, ExchangeStateError, ExchangeTimeoutError, PeerError: as dispatch.
