@@ -9,11 +9,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import shared_memory
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,18 +118,22 @@ def test_stats_are_read_by_rank(tmp_path: Path) -> None:
     assert "6.5 KiB" in table
 
 
-def test_stats_are_waited_for_until_they_are_quiet(tmp_path: Path) -> None:
-    def write(tokens: int) -> None:
-        scratch = tmp_path / "scratch"
-        scratch.write_text(json.dumps(RANKS[0]._replace(tokens=tokens)._asdict()))
-        scratch.replace(tmp_path / "rank0.json")
+def test_stats_are_waited_for_until_they_are_quiet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
 
-    write(1)
-    late = [threading.Timer(0.1 * turn, write, [turn]) for turn in range(2, 8)]
-    for timer in late:
-        timer.start()
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if (turn := round(now * 10)) % 5 == 0 and turn <= 35:
+            rank = RANKS[0]._replace(tokens=turn)
+            (tmp_path / "rank0.json").write_text(json.dumps(rank._asdict()))
+
+    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
     (rank,) = report.wait_for_stats(tmp_path, quiet_s=0.6, limit_s=10.0)
-    assert rank.tokens == 7
+    assert rank.tokens == 35
+    assert now == pytest.approx(3.5 + 0.6, abs=0.15)
     assert report.wait_for_stats(tmp_path / "empty", quiet_s=0.2, limit_s=0.4) == []
 
 
