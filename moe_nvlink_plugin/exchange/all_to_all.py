@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, SupportsIndex, TypeVar
 
 import torch
 
@@ -687,6 +687,12 @@ class MoeAllToAll:
         a replay would still write to it.
         """
         self._layer.close()
+
+    def __reduce_ex__(self, _protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "a MoeAllToAll cannot be copied or pickled; every rank calls MoeAllToAll.create, by "
+            "share_with on the same memory"
+        )
 
     def __enter__(self) -> MoeAllToAll:
         return self

@@ -40,7 +40,8 @@ def channel(index: int, num_channels: int) -> None:
     _integer("channel", index)
     if not 0 <= index < num_channels:
         raise InputError(
-            f"channel={index} is not below num_channels={num_channels}; raise num_channels"
+            f"channel={index} is not from 0 to {num_channels - 1}; raise "
+            f"num_channels={num_channels}"
         )
 
 

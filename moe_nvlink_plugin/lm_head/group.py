@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import reprlib
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 import torch
 
@@ -192,6 +192,11 @@ class HeadGroup:
         says so.
         """
         self._head.close()
+
+    def __reduce_ex__(self, _protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "a HeadGroup cannot be copied or pickled; every rank calls HeadGroup.create"
+        )
 
     def __enter__(self) -> HeadGroup:
         return self

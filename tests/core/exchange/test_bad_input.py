@@ -126,7 +126,7 @@ BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
         {"extra_payloads": [b"123456"]},
         "an extra payload=b'123456' is a bytes, not a tensor",
     ),
-    "channel": ({"channel": 2}, "channel=2 is not below num_channels=2"),
+    "channel": ({"channel": 2}, "channel=2 is not from 0 to 1; raise num_channels=2"),
     "channel None": ({"channel": None}, "channel=None is a NoneType, it must be an integer"),
     "channel bool": ({"channel": True}, "channel=True is a bool, it must be an integer"),
     "bound that is a tensor": (
@@ -375,7 +375,7 @@ BAD_COMBINES: dict[str, tuple[Callable[[MoeAllToAll, Dispatched], dict[str, Any]
     ),
     "metadata channel": (
         lambda layer, r: {"metadata": r.metadata._replace(channel=7)},
-        "channel=7 is not below num_channels=2",
+        "channel=7 is not from 0 to 1; raise num_channels=2",
     ),
     "rows that are no tensor": (
         lambda layer, r: {"expert_output": [[0.0] * HIDDEN] * CAPACITY},

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -30,6 +34,13 @@ def test_metadata_of_an_earlier_dispatch(layer: MoeAllToAll) -> None:
     with pytest.raises(ExchangeStateError, match="of dispatch 1 on channel 0.* last one was 2"):
         layer.combine(received.hidden_states, earlier.metadata)
     layer.combine(received.hidden_states, received.metadata)
+    assert_still_works(layer)
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_nobody_copies_an_exchange(layer: MoeAllToAll, how: Callable[[object], object]) -> None:
+    with pytest.raises(TypeError, match="a MoeAllToAll cannot be copied or pickled"):
+        how(layer)
     assert_still_works(layer)
 
 
