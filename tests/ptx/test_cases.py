@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from moe_nvlink_plugin import HeadConfig, reference
 from moe_nvlink_plugin.config import MAX_SMALL_TOKENS
 from moe_nvlink_plugin.jit.header import combine_formats, constants, elements, quantisers
 from moe_nvlink_plugin.verify import cases, compare
-from moe_nvlink_plugin.verify.cases import ADDS, Case, Inputs
+from moe_nvlink_plugin.verify.cases import ADDS, RECIPES, Case, Inputs
 from tests.support import emulated, users_form
 from tests.support.case_list import CASES, RECIPE_CASES
 from tests.support.emulated import EmulatedRanks
@@ -312,13 +313,27 @@ def test_case_as_a_small_batch(number: int, architecture: str) -> None:
     emulated.check_case("ptx", case, architecture=architecture, **options)
 
 
+def architecture_of(number: int, post_quant: bool) -> str:
+    """Of a case of RECIPE_CASES, in which all recipes take turns."""
+    return ARCHITECTURES[(number // len(RECIPES) + post_quant) % 2]
+
+
+def test_recipe_cases_run_every_recipe_on_both_architectures() -> None:
+    ways = [(number, given) for number in range(len(RECIPE_CASES)) for given in (False, True)]
+    met = {
+        (RECIPE_CASES[number].recipe, given, architecture_of(number, given))
+        for number, given in ways
+    }
+    assert met == set(itertools.product(RECIPES, (False, True), ARCHITECTURES))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("post_quant", [False, True])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(
     "number", range(len(RECIPE_CASES)), ids=[name_of(case) for case in RECIPE_CASES]
 )
-def test_recipe_case(number: int, architecture: str, post_quant: bool) -> None:
+def test_recipe_case(number: int, post_quant: bool) -> None:
+    architecture = architecture_of(number, post_quant)
     options = varied(number + int(post_quant))
     options["pdl"] = architecture == "sm_90a"  # each PTX is compiled once, for most of the time
     case = RECIPE_CASES[number]
