@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from moe_nvlink_plugin import env
 from moe_nvlink_plugin.errors import MoeNvlinkError
 from moe_nvlink_plugin.exchange.kernels import (
     COMBINE_FORMAT,
@@ -155,7 +156,7 @@ LISTS: dict[str, Callable[[], list[Kernel]]] = {
 
 
 def kinds() -> list[Variant]:
-    """Of layers: rows as they come, each recipe, each format of combine, counts per expert."""
+    """Of layers: rows as they come, and each other value of an axis."""
     return [kind for kind in precompile.kinds() if kind.family is LAYER]
 
 
@@ -187,7 +188,7 @@ def _builds(geometry: Variant, architecture: str, *, pdl: bool = True) -> Iterat
     plain, common = set[Build](), kinds()[0]
     if geometry.family is LAYER and _family(geometry) != "unquantised":
         usual = geometry.instead(
-            recipe="none", combine="bf16", expert_counts="no", ordered_slots="no"
+            recipe="none", combine="bf16", expert_counts="no", ordered_slots="no", units="14"
         )
         plain = set(usual.builds(pdl=pdl))
     if geometry.family is LAYER and geometry != common:
@@ -240,7 +241,7 @@ def _emulated_others() -> Iterator[Kernel]:
 
 def _with(text: Callable[..., str], geometry: Variant) -> Callable[[], str]:
     codes = geometry.codes()
-    values = {name: codes[name] for name in ("combine", "expert_counts", "ordered_slots")}
+    values = {name: codes[name] for name in ("combine", "expert_counts", "ordered_slots", "units")}
     return functools.partial(text, quantiser=codes["recipe"], **values)
 
 
@@ -254,6 +255,8 @@ def _family(geometry: Variant) -> str:
         return "expert counts"
     if codes["ordered_slots"]:
         return "ordered slots"
+    if codes["units"] != env.UNIT_DATA_BYTES[0]:
+        return f"units of {codes['units']} bytes"
     combine = COMBINE_FORMAT.word(codes["combine"])
     return f"combine {combine}" if codes["combine"] else "unquantised"
 

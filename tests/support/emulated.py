@@ -26,10 +26,7 @@ from moe_nvlink_plugin import HeadConfig, driver, env, rank_mask, reference
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.exchange import arguments, checks
-from moe_nvlink_plugin.exchange.sizes import (
-    layer_layout,
-    payload_rows,
-)
+from moe_nvlink_plugin.exchange.sizes import layer_layout, payload_rows, row_data_bytes
 from moe_nvlink_plugin.jit import cache, host, nvrtc
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.launch.arguments import element_code
@@ -213,6 +210,7 @@ class CudaBackend:
             formats["small"] = has_small and not without
             formats["expert_counts"] = 1 if config.num_expert_counts else 0
             formats["ordered_slots"] = int(config.ordered_slots)
+            formats["units"] = row_data_bytes(config)
             if not post_quant:
                 recipe = find_recipe(config)
                 formats["quantiser"] = arguments.quantiser_code(recipe, config.hidden_size)

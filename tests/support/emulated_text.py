@@ -380,12 +380,13 @@ def device_source(
     combine: int = 0,
     expert_counts: int = 0,
     ordered_slots: int = 0,
+    units: int = 14,
     small: bool = False,
 ) -> str:
     """moe_nvlink_emulated_dispatch and _combine for up to `count` ranks, nothing else.
 
     Args:
-        quantiser, combine, expert_counts, ordered_slots: as for specialised_source.
+        quantiser, combine, expert_counts, ordered_slots, units: as for specialised_source.
         delays: sleeps sown in.
         fused: moe_nvlink_emulated_rounds instead.
         alone: moe_nvlink_emulated_quantise instead; needs a quantiser.
@@ -401,6 +402,7 @@ def device_source(
         combine=combine,
         expert_counts=expert_counts,
         ordered_slots=ordered_slots,
+        units=units,
         small=small,
     )
     if head:

@@ -18,6 +18,7 @@ from moe_nvlink_plugin.exchange.kernels import (
     ORDERED_SLOTS,
     QUANTISER,
     TOP_K,
+    UNITS,
 )
 from moe_nvlink_plugin.jit import source
 from moe_nvlink_plugin.launch import kernel
@@ -62,6 +63,7 @@ def specialised_source(
     combine: int = 0,
     expert_counts: int = 0,
     ordered_slots: int = 0,
+    units: int = 14,
     small: bool = False,
 ) -> str:
     """Dispatch and combine in one unit for one top_k and element type: as a GPU gets them, or a
@@ -71,11 +73,12 @@ def specialised_source(
         quantiser, combine: kQuantiser* of dispatch and kCombine* of combine.
         expert_counts: whether counts per expert travel.
         ordered_slots: whether rows lie in the order of their tokens.
+        units: bytes of data of small batches' units.
         small: all kernels of a layer, those for small batches too, as the host's library has them.
     """
     values: dict[Axis, int] = {TOP_K: top_k, ELEMENT: element, PDL: int(pdl)}
     values |= {QUANTISER: quantiser, COMBINE_FORMAT: combine, EXPERT_COUNTS: expert_counts}
-    values |= {ORDERED_SLOTS: ordered_slots}
+    values |= {ORDERED_SLOTS: ordered_slots, UNITS: units}
     if host:
         return kernel.host_source((LAYER, HEAD), values)
     return kernel.gpu_source(LAYER.kernels if small else (DISPATCH, COMBINE), values)

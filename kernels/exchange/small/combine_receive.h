@@ -242,6 +242,9 @@ HD bool sum_units(const CombineArgs& args, const SmallPlan& plan, const int32_t*
   return true;
 }
 
+// Units of a token beside which a thread has registers for a row that is added, too.
+constexpr int kMostUnitsAndAdded = 24;
+
 // Receives and adds one part of a token's row.
 template <class Config, class Element>
 HD void combine_part(const CombineArgs& args, const Cta& cta, const SmallPlan& plan, int token,
@@ -258,10 +261,14 @@ HD void combine_part(const CombineArgs& args, const Cta& cta, const SmallPlan& p
   const Finish finish = finish_of(args);
   const int end = (part + 1) * kPartUnits < plan.units ? (part + 1) * kPartUnits : plan.units;
   for (int unit = part * kPartUnits + cta.thread; unit < end; unit += cta.num_threads) {
-    const UnitPlace<Unit> place(unit);
-    // On its way before the units: it is here when they are.
+    // On its way before the units: it is here when they are. With many units no register is left.
+    constexpr bool kEarly = Config::kTopKBound <= kMostUnitsAndAdded;
     uint32_t added[Unit::kParts];
-    load_added<Unit, Element>(finish.added_to(output), place, plan.words, aligned, added);
+    const auto load = [&] {
+      load_added<Unit, Element>(finish.added_to(output), UnitPlace<Unit>(unit), plan.words, aligned,
+                                added);
+    };
+    if constexpr (kEarly) load();
     // Without any row the output is zero. After a fault it is NaN, so nobody takes it for a result.
     float sum[Part::kWidth];
     MOE_NVLINK_UNROLL
@@ -272,13 +279,14 @@ HD void combine_part(const CombineArgs& args, const Cta& cta, const SmallPlan& p
     }
     // A token without any row is neither scaled nor added to: its zero stays +0.0.
     if (finish.is_needed() && (present != 0 || finish.adds)) {
+      if constexpr (!kEarly) load();
       MOE_NVLINK_UNROLL
       for (float& value : sum) value *= finish.scale;
       Part::add_words(added, sum);
     }
     MOE_NVLINK_UNROLL
     for (float& value : sum) value = receiving.has_failed ? float_of_bits(0x7fc00000u) : value;
-    store_unit_sums<Unit, Element>(output, place, sum, plan.words, aligned);
+    store_unit_sums<Unit, Element>(output, UnitPlace<Unit>(unit), sum, plan.words, aligned);
   }
 }
 
