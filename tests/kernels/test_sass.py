@@ -784,10 +784,7 @@ ORDERED_COUNTS = instead(
     "fetch_add_acq_rel_gpu(&expert_counters(args)[id], 1)",
 )
 NOT_CLEARED = instead("  Unit::store(reinterpret_cast<uint64_t*>(place), 0, 0);\n", "")
-ADDS_LATE = moved(
-    "    load_added<Unit, Element>(finish.added_to(output), place, plan.words, aligned, added);\n",
-    "    // A token without any row is neither scaled nor added to",
-)
+ADDS_LATE = instead("Config::kTopKBound <= kMostUnitsAndAdded", "false")
 COLLECT_RELEASES = instead(
     "  get_logits(args, cta, shared);\n",
     "  get_logits(args, cta, shared);\n"
