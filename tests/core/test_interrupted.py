@@ -59,14 +59,15 @@ def created(size: int, **values: Any) -> list[MoeAllToAll]:
 def handled_by(handler: Callable[..., Any]) -> Iterator[None]:
     """The handler of SIGUSR1, which comes soon."""
     before = signal.signal(signal.SIGUSR1, handler)
+    sender = _signal_soon(signal.SIGUSR1)
     try:
-        _signal_soon(signal.SIGUSR1)
         yield
     finally:
+        sender.join()  # without a handler the signal would end the process that runs the tests
         signal.signal(signal.SIGUSR1, before)
 
 
-def _signal_soon(number: int) -> None:
+def _signal_soon(number: int) -> threading.Thread:
     """Sends a signal when the main thread is inside a launch, or waits for one beside it."""
 
     def send() -> None:
@@ -76,7 +77,9 @@ def _signal_soon(number: int) -> None:
         time.sleep(0.2)  # usually the launch waits by then
         os.kill(os.getpid(), number)
 
-    threading.Thread(target=send).start()
+    sender = threading.Thread(target=send)
+    sender.start()
+    return sender
 
 
 def _is_launching() -> bool:
