@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 from moe_nvlink_plugin.errors import ConfigError, DisagreementError
 from moe_nvlink_plugin.exchange.kernels import LAYER
-from moe_nvlink_plugin.integration.common import audit as audit_module
 from moe_nvlink_plugin.integration.common.audit import AUDIT_BYTES, Audited, AuditReport
 from moe_nvlink_plugin.integration.common.formats import Sent
 from moe_nvlink_plugin.integration.common.options import read
@@ -25,11 +23,7 @@ from tests.integration.common.test_adapter_common import GEOMETRY, WORDING, ToyI
 from tests.support.audited import CAPACITY, SIZE, Rank
 from tests.support.delays import replace_once
 
-
-@pytest.fixture(autouse=True)
-def turns_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which tokens are audited does not depend on the clock."""
-    monkeypatch.setattr(audit_module, "time", SimpleNamespace(time_ns=lambda: 2**23))
+pytestmark = pytest.mark.usefixtures("turns_from_one")
 
 
 def audited(body: Callable[[Rank], Any], size: int = SIZE, **values: Any) -> list[Any]:
@@ -312,10 +306,6 @@ def test_a_fault_is_counted_always_and_logged_once(caplog: pytest.LogCaptureFixt
     assert all(name in metrics.FAMILIES for name, _labels, _value in samples)
 
 
-def test_without_the_option_nothing_is_told() -> None:
-    assert AuditReport(0).snapshot([]) == {}
-
-
 def test_counters_and_turns_outlive_lost_memory() -> None:
     def body(rank: Rank) -> Any:
         for _ in range(6):
@@ -355,11 +345,6 @@ def test_one_rank_alone_loses_its_memory() -> None:
 def test_options_that_are_no_number_of_rounds_are_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"toy.yaml: audit_every=.* is no number of rounds"):
         read({"audit_every": value}, WORDING)
-
-
-def test_the_option_is_off_by_default() -> None:
-    assert read({}, WORDING).audit_every == 0
-    assert read({"audit_every": 500}, WORDING).audit_every == 500
 
 
 def test_ranks_that_disagree_are_refused_by_name() -> None:

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    import torch
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +42,31 @@ def cpu_layers(cpu_ranks: list[Any], monkeypatch: pytest.MonkeyPatch) -> Iterato
 
     with vllm_runner.forwards_of_vllm(monkeypatch):
         yield
+
+
+@pytest.fixture
+def in_context() -> Iterator[Callable[..., None]]:
+    """Sets vLLM's forward context: sizes of all ranks, a mask of padding rows, ranks of a batch."""
+    import torch
+    from vllm import forward_context
+
+    before, contexts = forward_context._forward_context, contextlib.ExitStack()
+
+    def enter(
+        sizes: list[int] | None = None, is_padding: torch.Tensor | None = None, slices: int = 1
+    ) -> None:
+        metadata = None
+        if sizes is not None:
+            metadata = forward_context.DPMetadata(torch.tensor(sizes))
+            contexts.enter_context(metadata.sp_local_sizes(slices))  # as vLLM's runner does
+        forward_context._forward_context = forward_context.ForwardContext(
+            no_compile_layers={},
+            attn_metadata={},
+            slot_mapping={},
+            dp_metadata=metadata,
+            is_padding=is_padding,
+        )
+
+    with contexts:
+        yield enter
+    forward_context._forward_context = before

@@ -18,7 +18,6 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from vllm import forward_context
 from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
@@ -27,7 +26,6 @@ from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm.moe import cuda_prepare_finalize
 from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
-from moe_nvlink_plugin.integration.vllm.moe.prepare_finalize import Arrived
 from moe_nvlink_plugin.testing import run_ranks
 from tests.integration.vllm.moe.vllm_layer import (
     CAPACITY,
@@ -59,10 +57,10 @@ def layer() -> Iterator[Layer]:
 # Against the dense layer.
 
 
-def _rounds(group: Any, left_open: str, **values: Any) -> float:
+def _rounds(group: Any, left_open: str) -> float:
     """Largest error of one rank over ragged rounds."""
     errors = []
-    with Layer(group, left_open, **values) as layer:
+    with Layer(group, left_open) as layer:
         for work in ragged(group.rank, 8):
             errors.append(worst_of(layer(*work), dense(*work)))
             layer.poison()
@@ -73,30 +71,6 @@ def _rounds(group: Any, left_open: str, **values: Any) -> float:
 @pytest.mark.parametrize("ep_size", [1, 2, 3, 4])
 def test_the_layer_is_the_dense_one(ep_size: int, left_open: str) -> None:
     assert max(run_ranks(ep_size, lambda group: _rounds(group, left_open))) < 1e-5
-
-
-class _LeavesEmptySlots(CudaPrepareAndFinalize):
-    """Hands the -1 of empty slots on."""
-
-    def _hand_out(self, received: Dispatched) -> Arrived:
-        arrived = super()._hand_out(received)
-        return arrived._replace(ids=torch.where(arrived.weights == 0, -1, arrived.ids))
-
-
-class _WrongSlots(CudaPrepareAndFinalize):
-    """Puts the experts' rows one slot too far."""
-
-    def allocate_fused_expert_output(self, *_: Any) -> torch.Tensor | None:
-        return None
-
-    def _fill(self, region: torch.Tensor, received: Dispatched, done: Any) -> None:
-        region.copy_(done.rows.roll(1, 0))
-
-
-@pytest.mark.parametrize("broken", [_LeavesEmptySlots, _WrongSlots])
-def test_a_broken_class_is_noticed(broken: type[CudaPrepareAndFinalize]) -> None:
-    with pytest.raises(AssertionError):
-        assert max(run_ranks(1, lambda group: _rounds(group, "NoOP", subject_class=broken))) < 1e-5
 
 
 # In place.
@@ -199,31 +173,6 @@ def test_output_may_be_the_experts_output(layer: Layer) -> None:
 
 
 # What a step's forward context says.
-
-
-@pytest.fixture
-def in_context() -> Iterator[Callable[..., None]]:
-    """Sets vLLM's forward context: sizes of all ranks, a mask of padding rows, ranks of a batch."""
-    before, contexts = forward_context._forward_context, contextlib.ExitStack()
-
-    def enter(
-        sizes: list[int] | None = None, is_padding: torch.Tensor | None = None, slices: int = 1
-    ) -> None:
-        metadata = None
-        if sizes is not None:
-            metadata = forward_context.DPMetadata(torch.tensor(sizes))
-            contexts.enter_context(metadata.sp_local_sizes(slices))  # as vLLM's runner does
-        forward_context._forward_context = forward_context.ForwardContext(
-            no_compile_layers={},
-            attn_metadata={},
-            slot_mapping={},
-            dp_metadata=metadata,
-            is_padding=is_padding,
-        )
-
-    with contexts:
-        yield enter
-    forward_context._forward_context = before
 
 
 def test_a_small_batch_takes_a_small_part_of_the_buffer(in_context: Callable[..., None]) -> None:

@@ -1,47 +1,57 @@
-"""On CPU ranks: what vLLM's experts get from prepare, and what finalize makes of their output."""
+"""On CPU ranks: what vLLM's experts get from prepare, and what finalize makes of their output.
+
+And audits of the rows, here and by the classes of CUDA ranks.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from vllm import forward_context
+from prometheus_client import CollectorRegistry, generate_latest
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
 
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeStateError, UnsupportedError
-from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
+from moe_nvlink_plugin.integration.common.agreement import Geometry
+from moe_nvlink_plugin.integration.common.audit import AUDIT_BYTES, Audit
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
-from moe_nvlink_plugin.integration.vllm.choices import WORDING
+from moe_nvlink_plugin.integration.vllm import metrics
+from moe_nvlink_plugin.integration.vllm.lora.adapters import AdapterNumbers
+from moe_nvlink_plugin.integration.vllm.moe import method
 from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
-from moe_nvlink_plugin.testing import ThreadGroup
+from moe_nvlink_plugin.integration.vllm.moe.features import NUMBER_BYTES
+from moe_nvlink_plugin.integration.vllm.moe.prepare_finalize import UNQUANTISED
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.integration.vllm.moe.vllm_layer import (
     CAPACITY,
     GEOMETRY,
     NUM_EXPERTS,
     TOP_K,
     Experts,
+    Layer,
     config_of,
     dense,
     expert_map_of,
+    pool_of,
     ragged,
+    ranks_of,
     work_of,
     worst_of,
 )
-from tests.support.ranks import run_processes
 
+ROUNDS = 20
 NO_OP = topk_weight_and_reduce.TopKWeightAndReduceNoOP()
 
 #: One rank's input of one call: rows, ids and weights.
@@ -190,102 +200,152 @@ def test_another_placement_is_refused() -> None:
         CpuPrepareAndFinalize(exchange, round_robin)
 
 
-# Two processes, started once: importing vLLM takes longer than all they do.
+# Ranks that are threads.
 
 
-def _ragged_rounds(ep_rank: int, ep_size: int) -> list[float]:
-    """Largest error per round, of two layers of one geometry in turn."""
-    config = config_of(ep_size, ep_rank)
-    errors = []
-    with MoeAllToAll.create(config, dist.group.WORLD) as exchange:
-        layers = [CpuPrepareAndFinalize(exchange, expert_map_of(config)) for _ in range(2)]
-        for work in ragged(ep_rank, 20):
-            errors += [worst_of(_layer(layer, work), dense(*work)) for layer in layers]
-    return errors
+def test_a_round_has_slots_for_the_largest_batch(in_context: Callable[..., None]) -> None:
+    def rank_main(group: ThreadGroup) -> None:
+        config = config_of(2, group.rank, max_tokens_per_rank=20)
+        with MoeAllToAll.create(config, group) as exchange:
+            layer = CpuPrepareAndFinalize(exchange, expert_map_of(config))
+            for number, sizes in enumerate(([3, 9], [1, 0], [20, 0], [16, 16])):
+                if group.rank == 0:
+                    in_context(sizes)
+                group.all_gather_object(None)
+                work = work_of(sizes[group.rank], 100 * number + group.rank)
+                torch.testing.assert_close(_layer(layer, work), dense(*work), rtol=0, atol=1e-5)
+                group.all_gather_object(None)
+
+    run_ranks(2, rank_main)
 
 
-def _geometries_and_stats(ep_rank: int, ep_size: int) -> dict[str, Any]:
-    """What the pool's counters say after rounds of one of its two geometries."""
-    ranks = Ranks(dist.group.WORLD, ep_rank, ep_size, WORDING)
-    pool = ExchangePool(ranks, torch.device("cpu"), Options())
-    large = Geometry(11, 2, 64, 2 * CAPACITY, torch.float32)
-    first = pool.exchange(GEOMETRY)
-    assert pool.exchange(GEOMETRY) is first
-    second = pool.exchange(large)
-    assert second is not first
-    assert second.workspace_bytes == first.workspace_bytes
-    layer = CpuPrepareAndFinalize(first, None)
-    for number in range(3):
-        _layer(layer, work_of(CAPACITY, number + 10 * ep_rank))
-    pool.close()
-    pool.close()
-    path = Path(os.environ["MOE_NVLINK_STATS_DIR"], f"rank{ep_rank}.json")
-    written: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return written
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where each rank writes its counters."""
+    monkeypatch.setenv("MOE_NVLINK_STATS_DIR", str(tmp_path))
+    return tmp_path
 
 
-def _rounds_with_sizes(ep_rank: int, ep_size: int) -> tuple[list[float], list[int]]:
-    """Error and bound of each round, if vLLM's ranks have agreed on the sizes of the batches."""
-    config = config_of(ep_size, ep_rank, max_tokens_per_rank=20)
-    errors: list[float] = []
-    bounds: list[int] = []
-    with MoeAllToAll.create(config, dist.group.WORLD) as exchange:
-
-        def spied(*arguments: Any, **more: Any) -> Any:
-            bounds.append(more["max_tokens"])
-            return MoeAllToAll.dispatch(exchange, *arguments, **more)
-
-        exchange.dispatch = spied  # type: ignore[method-assign]
-        layer = CpuPrepareAndFinalize(exchange, expert_map_of(config))
-        for number, sizes in enumerate(([3, 9], [1, 0], [20, 0], [16, 16])):
-            metadata = forward_context.DPMetadata(torch.tensor(sizes), local_sizes=sizes)
-            context = forward_context.ForwardContext({}, {}, {}, metadata)
-            work = work_of(sizes[ep_rank], 100 * number + ep_rank)
-            with forward_context.override_forward_context(context):
-                got = _layer(layer, work)
-            errors.append(worst_of(got, dense(*work)))
-    return errors, bounds
+def stats_of(folder: Path, rank: int) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / f"rank{rank}.json").read_text("utf-8"))
+    return content
 
 
-SCENARIOS = (_ragged_rounds, _rounds_with_sizes, _geometries_and_stats)
+def test_a_pool_shares_a_workspace_and_writes_stats(folder: Path) -> None:
+    def rank_main(group: ThreadGroup) -> None:
+        pool = pool_of(group)
+        first, again, second = map(
+            pool.exchange, (GEOMETRY, GEOMETRY, Geometry(11, 2, 64, 2 * CAPACITY, torch.float32))
+        )
+        assert first is again is not second
+        assert second.workspace_bytes == first.workspace_bytes
+        layer = CpuPrepareAndFinalize(first, None)
+        for number in range(3):
+            _layer(layer, work_of(CAPACITY, number + 10 * group.rank))
+        pool.close()
+        pool.close()
 
-
-def _process(ep_rank: int, ep_size: int, folder: str) -> dict[str, Any]:
-    os.environ["MOE_NVLINK_STATS_DIR"] = f"{folder}/stats"
-    return {scenario.__name__: scenario(ep_rank, ep_size) for scenario in SCENARIOS}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("two_processes")
-
-
-@pytest.fixture(scope="module")
-def results(folder: Path) -> list[dict[str, Any]]:
-    """By rank and scenario."""
-    return run_processes(2, _process, folder, str(folder))
-
-
-def test_two_processes_with_ragged_and_empty_batches(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        assert len(result["_ragged_rounds"]) == 40
-        assert max(result["_ragged_rounds"]) < 1e-5
-
-
-def test_a_step_has_slots_for_the_largest_batch(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        errors, bounds = result["_rounds_with_sizes"]
-        assert max(errors) < 1e-5
-        assert bounds == [16, 8, 20, 16]
-
-
-def test_a_pool_shares_a_workspace_and_writes_stats(
-    results: list[dict[str, Any]], folder: Path
-) -> None:
-    for rank, result in enumerate(results):
-        stats = result["_geometries_and_stats"]
+    run_ranks(2, rank_main)
+    assert sorted(path.name for path in folder.iterdir()) == ["rank0.json", "rank1.json"]
+    for rank in range(2):
+        stats = stats_of(folder, rank)
         assert (stats["ep_rank"], stats["ep_size"], stats["rounds"]) == (rank, 2, 3)
         assert stats["tokens"] == 3 * CAPACITY
         assert 0 < stats["bytes_dispatched_remote"] < stats["bytes_dispatched"]
         assert 0 < stats["bytes_combined_remote"] < stats["bytes_combined"]
-    assert sorted(p.name for p in (folder / "stats").iterdir()) == ["rank0.json", "rank1.json"]
+
+
+# Audits.
+
+
+class Kept(metrics.RankFile):
+    """A rank's metrics, which the test reads after the worker's end."""
+
+    def close(self) -> None:
+        pass
+
+
+def spoil(exchange: MoeAllToAll) -> None:
+    """Let a link bring one wrong bit in each row of rank 0."""
+    dispatch = exchange.dispatch
+
+    def spoilt(*given: Any, **named: Any) -> Any:
+        received = dispatch(*given, **named)
+        count = int(received.recv_counts[0])
+        received.hidden_states.view(torch.uint8)[:count, 5] ^= 1
+        return received
+
+    exchange.dispatch = spoilt  # type: ignore[method-assign]
+
+
+def served(group: ThreadGroup, folder: Path, *, every: int, is_spoilt: bool = False) -> float:
+    """The largest error of a rank's rounds, in a layer as `method` makes it."""
+    kept, options = Kept(folder / "metrics"), Options(audit_every=every)
+    pool = ExchangePool(ranks_of(group), torch.device("cpu"), options, publication=kept)
+    try:
+        exchange = pool.exchange(GEOMETRY)
+        subject = method._prepare_finalize(
+            pool, exchange, expert_map_of(exchange.config), UNQUANTISED
+        )
+        if is_spoilt and group.rank == 1:
+            spoil(exchange)
+        works = ragged(group.rank, ROUNDS)
+        return max(worst_of(_layer(subject, work), dense(*work)) for work in works)
+    finally:
+        pool.close()
+
+
+@pytest.mark.usefixtures("turns_from_one")
+def test_a_wrong_bit_is_counted_and_logged_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        _, error = run_ranks(2, lambda group: served(group, folder, every=2, is_spoilt=True))
+    assert error < 1e-5, "of rank 1's own tokens"
+    healthy, spoilt = stats_of(folder, 0), stats_of(folder, 1)
+    assert 0 < min(healthy["audited"]) <= max(healthy["audited"]) <= ROUNDS // 2
+    assert healthy["audit_faults"] == [0, 0]
+    assert spoilt["audit_faults"] == [spoilt["audited"][0], 0]
+    assert spoilt["audited"][0] > 2
+    (record,) = caplog.records
+    assert "of rank 1 found wrong rows" in record.getMessage()
+    assert "rows from rank 0" in record.getMessage()
+    registry = CollectorRegistry()
+    registry.register(metrics.RanksCollector([folder / "metrics"]))
+    text = generate_latest(registry).decode()
+    count = float(spoilt["audit_faults"][0])
+    assert f'moe_nvlink_audit_faults_total{{ep_rank="1",source="0"}} {count}' in text
+    assert 'moe_nvlink_audit_faults_total{ep_rank="0",source="0"} 0.0' in text
+
+
+def test_ragged_and_empty_batches_without_an_audit(folder: Path) -> None:
+    assert max(run_ranks(2, lambda group: served(group, folder, every=0))) < 1e-5
+    assert "audited" not in stats_of(folder, 0)
+
+
+@pytest.mark.usefixtures("turns_from_one")
+@pytest.mark.parametrize("adapters", [False, True])
+def test_audits_by_the_classes_of_cuda_ranks(adapters: bool) -> None:
+    """With ids of "elsewhere", and beside the numbers of adapters (LoRA)."""
+
+    def body(group: ThreadGroup) -> Any:
+        payloads = (NUMBER_BYTES, AUDIT_BYTES) if adapters else (AUDIT_BYTES,)
+        layer = Layer(group, extra_payload_bytes=payloads)
+        layer.subject.audit = audit = Audit(layer.exchange, 2, torch.device("cpu"))
+        numbers = AdapterNumbers(CAPACITY, 2, torch.device("cpu"))
+        context = SimpleNamespace(punica_wrapper=SimpleNamespace(adapter_numbers=numbers))
+        if adapters:
+            layer.subject.set_lora_context(context)
+        for number in range(ROUNDS):
+            work = work_of(CAPACITY, 100 * number + group.rank)
+            if adapters:
+                numbers.update([7] * CAPACITY, [None, 7])
+            torch.testing.assert_close(layer(*work), dense(*work))
+            if adapters:
+                assert set(context.local_token_lora_mapping.tolist()) <= {-1, 1}
+        layer.close()
+        return audit.found()
+
+    for found in run_ranks(2, body):
+        assert min(found.rows) > ROUNDS // 4
+        assert found.wrong == found.stale == [0, 0]

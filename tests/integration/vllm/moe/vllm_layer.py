@@ -340,7 +340,6 @@ class Layer:
         self,
         group: Any,
         left_open: str = "NoOP",
-        subject_class: type[CudaPrepareAndFinalize] = CudaPrepareAndFinalize,
         experts: Experts | None = None,
         options: Options = DEFAULT_OPTIONS,
         device: str = "cpu",
@@ -358,7 +357,7 @@ class Layer:
         self.exchange = MoeAllToAll.create(config, group, device)
         placed = expert_map_of(config)
         self.expert_map = None if placed is None else placed.to(device)
-        self.subject = subject_class(self.exchange, self.expert_map, self.format)
+        self.subject = CudaPrepareAndFinalize(self.exchange, self.expert_map, self.format)
         self.kernel = mk.FusedMoEKernel(self.subject, self.experts)
 
     def __call__(
