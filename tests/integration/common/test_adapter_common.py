@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_nvlink_plugin.errors import MoeNvlinkError, UnsupportedError
 from moe_nvlink_plugin.integration import common
@@ -17,6 +19,7 @@ from moe_nvlink_plugin.integration.common.experts_input import ExpertsInput
 from moe_nvlink_plugin.integration.common.options import Options, Wording, read
 from moe_nvlink_plugin.integration.common.pool import ExchangePool, bound_of_step
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from tests.support.ranks import run_processes
 
 WORDING = Wording("Toy", "--toy-backend moe_nvlink", "toy.yaml", "dispatch: bf16 in toy.yaml")
 GEOMETRY = Geometry(4, 2, hidden_size=128, max_tokens_per_rank=3, dtype=torch.float32)
@@ -52,9 +55,12 @@ class ToyInput(ExpertsInput):
         return scales
 
 
+def ranks_of(group: Any) -> Ranks:
+    return Ranks(group, group.rank, group.size, WORDING)
+
+
 def pool_of(group: ThreadGroup, name: str = "", **options: Any) -> ExchangePool:
-    ranks = Ranks(group, group.rank, group.size, WORDING)
-    return ExchangePool(ranks, CPU, Options(**options), name=name)
+    return ExchangePool(ranks_of(group), CPU, Options(**options), name=name)
 
 
 @pytest.mark.parametrize("quant_dtype", [None, torch.float8_e4m3fn])
@@ -106,7 +112,7 @@ def test_the_bound_of_a_step(most: int | None, bound: int) -> None:
 
 def test_refusals_speak_the_frameworks_words() -> None:
     def body(group: ThreadGroup) -> str:
-        experts = ToyInput(torch.float8_e4m3fn, torch.tensor(1.0 + group.rank))
+        experts = ToyInput(torch.float8_e4m3fn, torch.tensor(0.5 + group.rank))
         pool = pool_of(group)
         with pytest.raises(MoeNvlinkError) as caught:
             pool.agree_on_format("layer 0", experts, GEOMETRY)
@@ -114,6 +120,7 @@ def test_refusals_speak_the_frameworks_words() -> None:
 
     for told in run_ranks(2, body):
         assert told.startswith("--toy-backend moe_nvlink: the static activation scale of layer 0")
+        assert "rank 0 has 0.5, rank 1 has 1.5" in told
         assert "Toy takes it from the experts of each rank" in told
         assert "let rows travel unquantised and Toy quantise those that arrived" in told
         assert "dispatch: bf16 in toy.yaml" in told
@@ -178,3 +185,80 @@ def test_refusals_are_one_list_with_the_ways_out() -> None:
     assert list(refusals.several_cpu_hosts("cuda", 2)) == []
     assert "--nnodes is 2" in "".join(refusals.several_cpu_hosts("cpu", 2))
     assert "device xpu" in "".join(refusals.device("xpu"))
+
+
+# How ranks meet and gather before they exchange anything: as threads, and over gloo.
+
+
+class CountingGroup:
+    """A group of one rank, which counts its collectives."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self.gathered: list[Any] = []
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self.gathered.append(value)
+        return [value]
+
+
+class TellingGroup:
+    """A rank's group that says when the rank begins a collective."""
+
+    def __init__(self, group: ThreadGroup, begins: threading.Event) -> None:
+        self.rank, self.size = group.rank, group.size
+        self._group, self._begins = group, begins
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self._begins.set()
+        return self._group.all_gather_object(value)
+
+
+def test_the_first_to_arrive_waits_for_the_last() -> None:
+    first_waits, last_has_come = threading.Event(), threading.Event()
+
+    def body(group: ThreadGroup) -> bool:
+        if group.rank == 1:
+            assert first_waits.wait(60), "rank 0 does not meet anybody"
+            last_has_come.set()
+        ranks_of(TellingGroup(group, first_waits) if group.rank == 0 else group).meet()
+        return last_has_come.is_set()
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_ranks_meet_once() -> None:
+    """A rank that is alone later returns at once: the others may be in another step by then."""
+    group = CountingGroup()
+    ranks = ranks_of(group)
+    ranks.meet()
+    ranks.meet()
+    assert group.gathered == [None]
+
+
+def test_a_meeting_that_failed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = CountingGroup()
+    ranks = ranks_of(group)
+
+    def fails(_value: Any) -> list[Any]:
+        raise ConnectionError("rank 1 has gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "all_gather_object", fails)
+        with pytest.raises(ConnectionError, match="rank 1 has gone"):
+            ranks.meet()
+    ranks.meet()
+    assert group.gathered == [None]
+
+
+def over_gloo(ep_rank: int, ep_size: int) -> list[Any]:
+    ranks = Ranks(dist.group.WORLD, ep_rank, ep_size, WORDING)
+    ranks.meet()
+    if ep_rank == 0:
+        ranks.meet()  # alone: would never return if it were collective
+    return ranks.gather({"rank": ep_rank})
+
+
+def test_process_groups(tmp_path: Path) -> None:
+    assert run_processes(2, over_gloo, tmp_path) == [[{"rank": 0}, {"rank": 1}]] * 2

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from moe_nvlink_plugin.integration.common import pool, watch
+from moe_nvlink_plugin.integration.common import pool
 from moe_nvlink_plugin.integration.vllm import logs
-from moe_nvlink_plugin.integration.vllm.draft import draft_head
 
 
 class Framework:
@@ -95,8 +94,3 @@ def test_somebody_elses_configuration_stays(framework: Framework) -> None:
     logs.show_through(framework.logger)
     assert ours.handlers == [theirs]
     assert ours.propagate
-
-
-def test_every_logger_of_ours_is_below_the_one_that_is_shown() -> None:
-    for module in (draft_head, pool, watch):
-        assert module.logger.name.startswith(f"{logs.OURS}.")
