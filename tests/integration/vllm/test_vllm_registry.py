@@ -27,7 +27,7 @@ from moe_nvlink_plugin.integration.vllm.plugin import flag
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.integration.vllm import vllm_config, vllm_registry
 from tests.integration.vllm.moe import vllm_experts
-from tests.integration.vllm.moe.vllm_experts import Weights, tokens
+from tests.integration.vllm.moe.vllm_experts import Weights
 from tests.integration.vllm.vllm_registry import Factory, OpenParallelConfig, Registry
 
 EP_SIZE = 2
@@ -48,14 +48,6 @@ def no_warning_yet() -> None:
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
     return Registry(monkeypatch)
-
-
-def _check_rows(layer: Any, rank: int, weights: Weights) -> torch.Tensor:
-    """A round with tokens of this rank's own."""
-    mine = tokens(5 - 2 * rank, seed=rank)
-    got = vllm_experts.run(layer, *mine)
-    torch.testing.assert_close(got, weights.dense(*mine))
-    return got
 
 
 class Manager(OurManager):
@@ -136,10 +128,10 @@ def test_a_kernel_by_name_answers_as_our_layer(registry: Registry) -> None:
         assert made.dispatch_format == theirs.prepare_finalize.dispatch_format
         again = mk.FusedMoEKernel(made, theirs.fused_experts)  # as vLLM's wrappers do
 
-        expected = _check_rows(layer, group.rank, weights)
+        expected = vllm_experts.check_rows(layer, group.rank, weights)
         for one in (kernel, again):
             layer.quant_method.moe_kernel = one
-            assert torch.equal(_check_rows(layer, group.rank, weights), expected)
+            assert torch.equal(vllm_experts.check_rows(layer, group.rank, weights), expected)
 
     run_ranks(EP_SIZE, rank_main)
     assert registry.asked == [BACKEND] * EP_SIZE
@@ -155,7 +147,7 @@ def test_our_layer_is_served_by_our_method_alone(registry: Registry) -> None:
         layer, _manager = _loaded(group, weights, named=True)
         assert type(layer.quant_method) is MoeNvlinkFusedMoEMethod
         assert layer.moe_config.moe_parallel_config.all2all_backend == CARRIER
-        _check_rows(layer, group.rank, weights)
+        vllm_experts.check_rows(layer, group.rank, weights)
 
     run_ranks(EP_SIZE, rank_main)
     assert registry.asked == []
@@ -221,49 +213,52 @@ class NoFunction(Factory):
     create = "of another kind"  # type: ignore[assignment]
 
 
-def _without(module: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda monkeypatch: monkeypatch.delattr(module, name)
-
-
-def _with(name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda monkeypatch: monkeypatch.setattr(all2all_utils, name, value)
-
-
-def _with_base(value: type) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda monkeypatch: monkeypatch.setattr(prepare_finalize, vllm_registry.BASE, value)
-
-
-def _by_class_name(factories: dict[str, Any]) -> Callable[[Any], Any]:
-    return lambda cls: factories.setdefault(cls.__name__, cls)
-
-
 def _refuse(_cls: Any) -> None:
     raise TypeError("two arguments are needed")
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("module", "name", "value", "told"),
     [
-        (_without(prepare_finalize, vllm_registry.BASE), "it lacks .*MoEPrepareFinalizeFactory"),
-        (_without(all2all_utils, vllm_registry.REGISTER), f"it lacks .*{vllm_registry.REGISTER}"),
-        (_without(all2all_utils, vllm_registry.FACTORIES), f"it lacks .*{vllm_registry.FACTORIES}"),
-        (_with_base(NoSequences), "it lacks .*Factory.supports_sequence_parallel"),
-        (_with_base(OtherCreate), r"takes \['moe', 'quant_config', 'group'\], we know \['moe', "),
-        (_with_base(NoFunction), "TypeError: .*not a callable"),
-        (_with(vllm_registry.REGISTER, _by_class_name({})), "it has None for moe_nvlink"),
-        (_with(vllm_registry.REGISTER, _refuse), "TypeError: two arguments are needed"),
-        (_with(vllm_registry.FACTORIES, [BACKEND]), "AttributeError: 'list' object"),
-        (_with(vllm_registry.FACTORIES, {BACKEND: OtherCreate}), "it has .*OtherCreate.* for moe"),
+        (prepare_finalize, vllm_registry.BASE, None, "it lacks .*MoEPrepareFinalizeFactory"),
+        (all2all_utils, vllm_registry.REGISTER, None, f"it lacks .*{vllm_registry.REGISTER}"),
+        (all2all_utils, vllm_registry.FACTORIES, None, f"it lacks .*{vllm_registry.FACTORIES}"),
+        (
+            *(prepare_finalize, vllm_registry.BASE, NoSequences),
+            "it lacks .*Factory.supports_sequence_parallel",
+        ),
+        (
+            *(prepare_finalize, vllm_registry.BASE, OtherCreate),
+            r"takes \['moe', 'quant_config', 'group'\], we know \['moe', ",
+        ),
+        (prepare_finalize, vllm_registry.BASE, NoFunction, "TypeError: .*not a callable"),
+        (all2all_utils, vllm_registry.REGISTER, lambda cls: cls, "it has None for moe_nvlink"),
+        (all2all_utils, vllm_registry.REGISTER, _refuse, "TypeError: two arguments are needed"),
+        (all2all_utils, vllm_registry.FACTORIES, [BACKEND], "AttributeError: 'list' object"),
+        (
+            *(all2all_utils, vllm_registry.FACTORIES, {BACKEND: OtherCreate}),
+            "it has .*OtherCreate.* for moe",
+        ),
+    ],
+    ids=[
+        *("no base", "no decorator", "no table", "no sequences", "another create", "no function"),
+        *("a decorator that keeps nothing", "one that refuses", "a list", "another's factory"),
     ],
 )
 @pytest.mark.usefixtures("registry", "cpu_ranks")
 def test_another_registry_is_left_alone_with_one_warning(
-    change: Callable[[pytest.MonkeyPatch], None],
+    module: Any,
+    name: str,
+    value: Any,
     told: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    change(monkeypatch)
+    """value: what stands there; None if there is nothing."""
+    if value is None:
+        monkeypatch.delattr(module, name)
+    else:
+        monkeypatch.setattr(module, name, value)
     before = copy.copy(getattr(all2all_utils, vllm_registry.FACTORIES, {}))
     with caplog.at_level(logging.WARNING):
         factory.put_in_place()
@@ -274,7 +269,7 @@ def test_another_registry_is_left_alone_with_one_warning(
     weights = Weights(0)
 
     def rank_main(group: ThreadGroup) -> None:
-        _check_rows(_loaded(group, weights)[0], group.rank, weights)
+        vllm_experts.check_rows(_loaded(group, weights)[0], group.rank, weights)
 
     run_ranks(EP_SIZE, rank_main)
 

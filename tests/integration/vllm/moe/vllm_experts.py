@@ -181,3 +181,11 @@ def run(layer: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tens
     """One round of the layer, as vLLM's runner asks for it. Collective."""
     made: torch.Tensor = layer.quant_method.apply(layer, hidden, weights, ids, None, None)
     return made
+
+
+def check_rows(layer: Any, rank: int, weights: Weights) -> torch.Tensor:
+    """A round with tokens of this rank's own, as a dense layer computes it. Collective."""
+    mine = tokens(5 - 2 * rank, seed=rank)
+    got = run(layer, *mine)
+    torch.testing.assert_close(got, weights.dense(*mine))
+    return got
