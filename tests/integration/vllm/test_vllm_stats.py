@@ -1,18 +1,21 @@
-"""The counters' file of a worker."""
+"""Threads of a worker: one writes the counters' file, another looks for a failed exchange."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from moe_nvlink_plugin import ExchangeStats
+from moe_nvlink_plugin.errors import MoeNvlinkError, PeerError
 from moe_nvlink_plugin.integration.common import stats
 from moe_nvlink_plugin.integration.common.stats import StatsWriter
+from moe_nvlink_plugin.integration.common.watch import FailureWatch
 
 ABOUT = {"ep_rank": 3, "ep_size": 4}
 
@@ -131,3 +134,32 @@ def test_a_folder_that_goes_away_leaves_the_thread_running(
     (tmp_path / "elsewhere").rename(folder)
     writer.close()
     assert json.loads(_path(writer).read_text("utf-8"))["rounds"] == 2
+
+
+# A worker that only replays graphs hears of a failed exchange.
+
+
+def test_a_failure_ends_the_worker_once(caplog: pytest.LogCaptureFixture) -> None:
+    ended = threading.Event()
+    times: list[int] = []
+    answers: list[MoeNvlinkError | None] = [None, None, PeerError("rank 3 is gone")]
+
+    def end() -> None:
+        times.append(len(answers))
+        ended.set()
+
+    with caplog.at_level(logging.CRITICAL, logger="moe_nvlink_plugin"):
+        watch = FailureWatch(lambda: answers.pop(0), end, period_s=0.001, what="The head")
+        assert ended.wait(30)
+        watch.close()
+    assert times == [0]
+    assert "The head has failed, this worker ends: rank 3 is gone" in caplog.text
+
+
+def test_closing_ends_the_thread_and_nothing_else() -> None:
+    before, ended = threading.active_count(), list[bool]()
+    watch = FailureWatch(lambda: None, lambda: ended.append(True), period_s=0.001)
+    watch.close()
+    watch.close()
+    assert threading.active_count() == before
+    assert not ended
