@@ -14,7 +14,7 @@ import yaml
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
+from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.exchange import tuning
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MODELS, write_checkpoint
@@ -119,32 +119,3 @@ def test_its_server_starts(documented: str, tmp_path: Path) -> None:
     (tmp_path / "tuned.json").write_text("{")
     with pytest.raises(UnsupportedError, match=r"tuning='.*tuned.json' .* is torn, or no file of"):
         _engine_args(text, tmp_path, *HERE).create_engine_config()
-
-
-def test_the_order_of_the_file_does_not_matter(documented: str, tmp_path: Path) -> None:
-    backwards = dict(reversed(yaml.safe_load(documented).items()))
-    found = _engine_args(yaml.safe_dump(backwards, sort_keys=False), tmp_path)
-    asked = _engine_args(documented, tmp_path)
-    assert found.additional_config == asked.additional_config
-    assert backend.is_selected(found)
-
-
-def test_the_command_line_wins(documented: str, tmp_path: Path) -> None:
-    found = _engine_args(documented, tmp_path, "--all2all-backend", backend.CARRIER)
-    assert not backend.is_selected(found)
-
-
-def test_a_number_that_yaml_takes_for_a_word_is_refused(documented: str, tmp_path: Path) -> None:
-    """As README says: YAML wants a point in 5.0e-1."""
-    scale = yaml.safe_load(documented)["additional-config"][KEY]["dispatch_global_scale"]
-    for written, is_number in (("5e-1", False), ("5.0e-1", True)):
-        text = documented.replace(
-            f"dispatch_global_scale: {scale}", f"dispatch_global_scale: {written}"
-        )
-        assert text != documented
-        found = _engine_args(text, tmp_path)
-        if is_number:
-            assert options_of(found).dispatch_global_scale == 0.5
-            continue
-        with pytest.raises(ConfigError, match="dispatch_global_scale='5e-1' must be a number"):
-            options_of(found)

@@ -19,7 +19,6 @@ from vllm.distributed import utils as distributed
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.engine import EngineStatusType
 from vllm.v1.fault_tolerance import engine_core_sentinel
-from vllm.v1.fault_tolerance.utils import FaultToleranceRequest
 
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.integration.vllm import faults
@@ -380,8 +379,3 @@ def test_ranges() -> None:
     assert ranges([3]) == ["3"]
     assert ranges([0, 1, 2, 5, 7, 8]) == ["0-2", "5", "7-8"]
     assert json.dumps(ranges([1, 2]))
-
-
-def test_request_is_vllms() -> None:
-    request = FaultToleranceRequest(instruction="retry", params={})
-    assert request.params.get(engines.DEAD, []) == []
