@@ -63,34 +63,6 @@ def pool_of(group: ThreadGroup, name: str = "", **options: Any) -> ExchangePool:
     return ExchangePool(ranks_of(group), CPU, Options(**options), name=name)
 
 
-@pytest.mark.parametrize("quant_dtype", [None, torch.float8_e4m3fn])
-def test_a_layer_from_set_up_to_result(quant_dtype: Any) -> None:
-    """Experts that return what they are given, so that each token comes back top_k times."""
-
-    def body(group: ThreadGroup) -> float:
-        pool, experts = pool_of(group), ToyInput(quant_dtype)
-        chosen = pool.agree_on_format("layer 0", experts, GEOMETRY)
-        assert (chosen.recipe is None) == (quant_dtype is None)
-        name = None if chosen.recipe is None else chosen.recipe.name
-        exchange = pool.exchange(GEOMETRY._replace(recipe=name))
-        hidden = torch.randn(2, 128, generator=torch.Generator().manual_seed(group.rank))
-        sent = chosen.send(hidden, experts)
-        # One expert of each rank.
-        ids = torch.tensor([[0, 2], [3, 1]], dtype=torch.int32)
-        got = exchange.dispatch(
-            sent.rows, ids, torch.ones(2, 2), scales=sent.scales, global_scale=sent.global_scale
-        )
-        rows, scales = chosen.receive(got.hidden_states, got.scales, got.topk_weights, experts)
-        region = exchange.combine_input()
-        region.copy_(rows.float() if scales is None else rows.float() * scales)
-        result = exchange.combine(region, got.metadata)
-        error = float((result - 2 * hidden).abs().max())
-        pool.close()
-        return error
-
-    assert max(run_ranks(2, body)) < (1e-6 if quant_dtype is None else 0.5)
-
-
 @pytest.mark.parametrize(
     ("most", "bound"),
     [

@@ -464,33 +464,6 @@ def test_two_ranks_compute_the_layer(
                 assert float(((got.float() - expected).abs() / largest).max()) < 2**-6
 
 
-def test_a_copy_is_noticed(
-    stand_in: Callable[[str], StandIn], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = experts._of_rows
-
-    def copied(function: str, received: Any) -> dict[str, Any]:
-        given = original(function, received)
-        return {**given, "hidden_states_scale": given["hidden_states_scale"].clone()}
-
-    monkeypatch.setattr(experts, "_of_rows", copied)
-    case = Case(TRTLLM_FP8, "fp8_block")
-    recorder = stand_in(case.function)
-    with pytest.raises(AssertionError):
-        run_ranks(1, lambda group: rounds_of(group, case, recorder))
-
-
-def test_foreign_ids_are_noticed(
-    stand_in: Callable[[str], StandIn], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank that computes another rank's experts."""
-    monkeypatch.setattr(experts, "local_expert_range", lambda *_: (NUM_EXPERTS // 2, NUM_EXPERTS))
-    case = Case(TRTLLM_FP4, None)
-    recorder = stand_in(case.function)
-    results = run_ranks(2, lambda group: rounds_of(group, case, recorder))
-    assert not all(bool(each.isfinite().all()) for each in results[0])
-
-
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
 def test_interleaved_scales_are_flashinfers(flashinfer: Any, recipe: str) -> None:
     """The layout in which vLLM's FlashInferExperts take them (swizzled_input_sf=True)."""

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from moe_nvlink_plugin.integration.common.names import Fields, Touched
 from moe_nvlink_plugin.integration.sglang import compat
 from tests.integration.common.framework_source import Source, differences
 from tests.integration.common.framework_wheels import Wheels
 
-TOUCHED = compat.touched()
 WHEELS = Wheels(
     "sglang",
     python="3.11",
@@ -29,16 +27,6 @@ def source(request: pytest.FixtureRequest) -> Source:
 
 def test_every_name_is_there_as_we_touch_it(source: Source) -> None:
     assert differences(compat, source) == []
-
-
-def test_a_name_that_moved_is_found(source: Source) -> None:
-    """On SGLang's source itself: the reader follows imports and classes of another package too."""
-    hook = next(one for one in TOUCHED if one.name == "create_moe_dispatcher")
-    assert "takes" in source.complaints(hook._replace(kind="hook", parameters=("renamed",)))
-    gone = Touched("sglang.srt.layers.moe.utils", "MoeA2ABackend.is_gone", "use")
-    assert "is gone" in source.complaints(gone)
-    owner = Fields("sglang.srt.runtime_context", "MoeFlags", ("speculative_context", "gone"))
-    assert source.missing_fields(owner) == ["sglang.srt.runtime_context.MoeFlags.gone"]
 
 
 def test_tests_have_served_no_version_that_none_has_read() -> None:
