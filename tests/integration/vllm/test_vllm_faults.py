@@ -10,9 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 import torch
 from vllm.config import ParallelConfig
 from vllm.distributed import utils as distributed

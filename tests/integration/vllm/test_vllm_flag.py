@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 import moe_nvlink_plugin
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
 from moe_nvlink_plugin.integration import vllm as adapter

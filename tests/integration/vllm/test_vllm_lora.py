@@ -13,9 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from vllm.config import get_current_vllm_config
 from vllm.config.lora import LoRAConfig
 from vllm.lora.layers import FusedMoEWithLoRA, LoRAMapping

@@ -16,7 +16,6 @@ import torch
 
 from tests.support import kernel_texts
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
 from vllm.forward_context import DPMetadata, ForwardContext, override_forward_context

@@ -5,9 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 import vllm
 
 from tests.integration.vllm import selection

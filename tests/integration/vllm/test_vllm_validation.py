@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from vllm.config import CompilationMode
 from vllm.config.lora import LoRAConfig
 

@@ -15,9 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll

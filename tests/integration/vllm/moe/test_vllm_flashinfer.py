@@ -17,9 +17,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import config as moe_config
 

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )

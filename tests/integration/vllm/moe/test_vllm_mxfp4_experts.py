@@ -13,9 +13,6 @@ import functools
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from vllm.triton_utils import HAS_TRITON
 from vllm.utils.import_utils import get_triton_kernels_version
 

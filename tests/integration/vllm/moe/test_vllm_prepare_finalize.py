@@ -14,9 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from prometheus_client import CollectorRegistry, generate_latest
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
