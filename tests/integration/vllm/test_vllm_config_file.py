@@ -12,20 +12,16 @@ import pytest
 import torch
 import yaml
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from moe_nvlink_plugin.errors import UnsupportedError
 from moe_nvlink_plugin.exchange import tuning
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MODELS, write_checkpoint
 from moe_nvlink_plugin.integration.vllm import backend
 from moe_nvlink_plugin.integration.vllm.choices import KEY, options_of
-from moe_nvlink_plugin.integration.vllm.scheduler import capacity
 from tests.integration.vllm import vllm_config
 
 #: Arguments for that model.
 HERE = ("--skip-tokenizer-init", "--dtype=float32", "--max-model-len=512")
-SCHEDULER = "moe_nvlink_plugin.integration.vllm.scheduler.GuaranteedNoEvictScheduler"
 README = Path(__file__).parents[3] / "integration" / "vllm" / "README.md"
 
 
@@ -95,17 +91,6 @@ def test_every_option_of_ours_arrives_as_it_is_written(
     compiled = written["compilation-config"]
     assert found.compilation_config.cudagraph_mode.name == compiled["cudagraph_mode"]
     assert found.compilation_config.cudagraph_capture_sizes == compiled["cudagraph_capture_sizes"]
-
-
-@pytest.mark.long
-def test_the_schedulers_options_arrive_too(documented: str, tmp_path: Path) -> None:
-    given = "  moe_nvlink:\n    capacity: {policy: guaranteed_no_evict, reserve: 0.5}\n"
-    text = documented.replace("  moe_nvlink:\n", given) + f"scheduler-cls: {SCHEDULER}\n"
-    found = _engine_args(text, tmp_path)
-    assert found.additional_config[KEY]["capacity"]["reserve"] == 0.5
-    text = found_here(text, tmp_path)
-    config = _engine_args(text, tmp_path, *HERE).create_engine_config()
-    assert capacity.check(config) == capacity.Capacity(reserve=0.5)
 
 
 @pytest.mark.long

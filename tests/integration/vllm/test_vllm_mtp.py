@@ -22,9 +22,6 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.forward_context import DPMetadata, ForwardContext
@@ -37,8 +34,6 @@ from moe_nvlink_plugin.errors import (
     ConfigError,
     DisagreementError,
     ExchangeStateError,
-    ExchangeTimeoutError,
-    MoeNvlinkError,
     PeerError,
     UnsupportedError,
 )
@@ -56,7 +51,7 @@ from moe_nvlink_plugin.integration.vllm.draft.logits_processor import (
 )
 from moe_nvlink_plugin.integration.vllm.draft.mtp import shared_head
 from moe_nvlink_plugin.lm_head import cost as head_cost
-from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.integration.vllm.vllm_config import config_with_us
 from tests.support.refusals import refused
 
@@ -214,14 +209,13 @@ def with_drafts(
     monkeypatch: pytest.MonkeyPatch,
     body: Callable[[ThreadGroup, SharedDraft, HeadGroup], Any],
     crossover: int | None = None,
-    **values: Any,
 ) -> list[Any]:
     """What `body` returns on each rank, whose draft has a head that all of them share."""
     made = [make_draft(None, monkeypatch) for _ in range(ranks)]
 
     def rank_main(group: ThreadGroup) -> Any:
         draft = made[group.rank]
-        with make_group(group, **values) as shared:
+        with make_group(group) as shared:
             draft._draft_head = draft.logits_processor.draft_head = head_of(shared, crossover)
             return body(group, draft, shared)
 
@@ -335,28 +329,6 @@ def test_auto_splits_up_to_the_crossover_and_nobody_exchanges_above_it(
     assert with_drafts(2, monkeypatch, body, crossover=3) == [(3, 3)] * 2
 
 
-def test_tokens_on_one_rank_and_logits_on_another_meet_in_one_step(
-    contexts: Contexts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Probabilistic drafts: a rank whose requests are all greedy asks for tokens."""
-
-    def body(group: ThreadGroup, draft: SharedDraft, shared: HeadGroup) -> None:
-        for step in range(6):
-            kind = (group.rank + step) % 3
-            rows = None if kind == 2 else rows_of(group.rank, 1 + step % MOST_ROWS, step)
-            with contexts.forward((MOST_ROWS,) * group.size, idle=rows is None):
-                hidden = draft(torch.zeros(1, HIDDEN) if rows is None else rows)
-            if kind == 0:
-                assert torch.equal(draft.get_top_tokens(hidden), unshared(rows))  # type: ignore[arg-type]
-            elif kind == 1:
-                logits = draft.compute_logits(hidden)
-                expected = hidden @ make_head().weight[:VOCAB].T
-                torch.testing.assert_close(logits, expected)
-        assert shared.stats().rounds == 6
-
-    with_drafts(3, monkeypatch, body, full_logits=True)
-
-
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
 @pytest.mark.parametrize("scale", [1.0, 2.5, -0.7, 0.0])
 def test_soft_cap_and_scale_are_applied_once_and_of_any_sign(
@@ -396,18 +368,12 @@ def test_a_bias_is_added_before_the_compare() -> None:
     assert run_ranks(2, body) == [[61] * 4] * 2
 
 
-def test_a_step_that_is_not_split_is_what_vllm_computes(
-    contexts: Contexts, shared: HeadGroup, monkeypatch: pytest.MonkeyPatch
+def test_a_draft_whose_head_is_not_shared_is_vllms(
+    contexts: Contexts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """If "auto" found that no group pays."""
     theirs = make_processor(LogitsProcessor)
-    draft = make_draft(head_of(shared, 0), monkeypatch)
-    with contexts.forward((4,), idle=False):
-        hidden = draft(rows_of(0, 4))
-    assert torch.equal(draft.get_top_tokens(hidden), theirs(draft.lm_head, hidden).argmax(-1))
-    with contexts.forward((4,), idle=True):
-        draft(rows_of(0, 4))
-    assert shared.stats().rounds == 0
-    alone = make_draft(None, monkeypatch)  # "auto" found that no group pays
+    alone = make_draft(None, monkeypatch)
     with contexts.forward((4,), idle=True):
         hidden = alone(rows_of(0, 4))
     assert torch.equal(alone.get_top_tokens(hidden), unshared(rows_of(0, 4)))
@@ -427,29 +393,6 @@ def test_the_targets_processor_is_vllms(shared: HeadGroup, monkeypatch: pytest.M
     refusing = make_processor(scale=-1.0)
     with pytest.raises(ValueError, match="non-positive"):
         refusing.get_top_tokens(head, rows)
-
-
-def test_a_late_rank_is_named(contexts: Contexts, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = [make_draft(None, monkeypatch) for _ in range(2)]
-
-    def body(group: ThreadGroup) -> MoeNvlinkError | None:
-        with make_group(group, timeout_s=0.5, first_timeout_s=0.5) as shared:
-            head = head_of(shared, None)
-            draft = made[group.rank]
-            draft._draft_head = draft.logits_processor.draft_head = head
-            if group.rank == 1:
-                group.all_gather_object(None)
-                return None
-            try:
-                step_v1(draft, contexts, rows_of(0, 2), (2, 1))
-            finally:
-                group.all_gather_object(None)
-            return head.failure()
-
-    error, _ = try_ranks(2, body)
-    assert isinstance(error, ExchangeTimeoutError)
-    assert error.ranks == (1,)
-    assert "head gather" in str(error)
 
 
 # The head that a step is given.

@@ -15,9 +15,6 @@ from unittest import mock
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
@@ -353,15 +350,6 @@ def test_a_better_priority_waits_and_evicts_nobody() -> None:
     assert (runner.started, runner.evicted) == (["a", "urgent", "b"], 0)
 
 
-def test_an_aborted_request_gives_back_its_reservation() -> None:
-    one = scheduler(num_blocks=8)
-    assert started_together(
-        one, request("a", prompt(1, 8), 20), request("b", prompt(2, 8), 20)
-    ) == ["a"]
-    one.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-    assert started_together(one) == ["b"]
-
-
 def test_a_session_reserves_for_all_the_input_it_may_get() -> None:
     one = scheduler(num_blocks=MAX_MODEL_LEN // BLOCK + 2)
     runner = Runner(one)
@@ -459,14 +447,6 @@ def test_a_request_that_can_never_fit_is_refused_with_numbers(asynchronous: bool
     )
     assert str(runner.finished["small"].finish_reason) != "error"
     assert free_blocks(one) == 8
-
-
-def test_the_largest_request_that_fits_is_served() -> None:
-    one = scheduler(num_blocks=8)
-    runner = Runner(one)
-    one.add_request(request("a", prompt(1, 20), 13))
-    runner.drain()
-    assert str(runner.finished["a"].finish_reason) == "length"
 
 
 @pytest.mark.parametrize(

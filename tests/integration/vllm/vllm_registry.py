@@ -65,14 +65,14 @@ class Registry:
         asked: names for which a factory was asked.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, base: type = Factory) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.factories: dict[str, Any] = {}
         self.asked: list[str] = []
         self.sequence_parallel = {"allgather_reducescatter"}
         self._built_in = all2all_utils.maybe_make_prepare_finalize
         self._add_choice = flag.add_choice
         for owner, name, value in (
-            (prepare_finalize, BASE, base),
+            (prepare_finalize, BASE, Factory),
             (all2all_utils, FACTORIES, self.factories),
             (all2all_utils, REGISTER, self.register),
             (all2all_utils, "maybe_make_prepare_finalize", self.make),
