@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
-from moe_nvlink_plugin.errors import ExchangeStateError
+from moe_nvlink_plugin.errors import ExchangeStateError, UnsupportedError
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm import backend
@@ -64,12 +61,6 @@ def test_the_flag_makes_the_worker_ours(checkpoint: Path) -> None:
     assert found.__mro__[1] is worker.TellsOurExchange, "in front of vLLM's"
     worker.put_in_place(asked)
     assert resolve_obj_by_qualname(asked.parallel_config.worker_cls) is found, "once more: the same"
-
-
-def test_without_the_flag_it_is_vllms(checkpoint: Path) -> None:
-    config = config_with_us(checkpoint, all2all_backend=backend.CARRIER)
-    assert config.parallel_config.worker_cls == CPU
-    assert not worker.is_in_place(config)
 
 
 def test_a_users_own_worker_stays(checkpoint: Path) -> None:
@@ -187,6 +178,15 @@ def test_the_manager_holds_startup_for_all_layers(holds: bool, vllms_manager: No
     manager.destroy()
     manager.destroy()
     assert manager.pool.exchanges == []
+
+
+def test_the_naive_path_of_the_manager_is_an_error(vllms_manager: None) -> None:
+    (group,) = ThreadGroup.ranks(1)
+    manager: Any = MoeNvlinkAll2AllManager(group, device=torch.device("cpu"))
+    for verb in ("dispatch", "dispatch_router_logits", "combine"):
+        with pytest.raises(UnsupportedError, match="modular kernel"):
+            getattr(manager, verb)(None)
+    manager.destroy()
 
 
 def test_the_manager_makes_a_part_once_and_closes_it(vllms_manager: None) -> None:
