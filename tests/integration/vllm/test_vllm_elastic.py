@@ -18,9 +18,6 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from vllm.distributed import stateless_coordinator
 from vllm.distributed.eplb import eplb_state
 from vllm.distributed.utils import init_gloo_process_group
@@ -39,7 +36,7 @@ from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.integration.vllm.moe import vllm_experts
 from tests.integration.vllm.moe.vllm_experts import NUM_EXPERTS, Weights, tokens
 from tests.integration.vllm.moe.vllm_layer import parallel_of
-from tests.integration.vllm.test_vllm_balancing_ranks import state_of
+from tests.integration.vllm.test_vllm_balancing import state_of
 
 T = TypeVar("T")
 OLD, NEW = 2, 3
