@@ -35,7 +35,6 @@ _SERVERS = "tests/integration/servers"
 _E2E = f"{_SERVERS}/test_vllm_e2e.py"
 _TRITON_EXPERTS = "tests/integration/vllm/moe/test_vllm_triton_experts.py"
 _MXFP4_EXPERTS = "tests/integration/vllm/moe/test_vllm_mxfp4_experts.py"
-_TRITON_RANKS = "tests/integration/vllm/moe/test_vllm_experts_ranks.py"
 _ONE_RANK = f"{_E2E}::test_tokens_equal_those_of_one_rank"
 _FAULTS = f"{_SERVERS}/test_faults_e2e.py"
 _STOP = f"{_FAULTS}::test_a_rank_that_has_stopped_for_a_while"
@@ -72,7 +71,7 @@ class Run(NamedTuple):
 SHORT = {"v2 runner": Run((f"{_ONE_RANK}[gpt-oss dp2-model3-2-arguments3]",), V2)}
 #: Not here, because it is refused with the V2 runner on CPU ranks: load balancing.
 LONG = {
-    "triton experts": Run((_TRITON_EXPERTS, _MXFP4_EXPERTS, _TRITON_RANKS), TRITON, minutes=20),
+    "triton experts": Run((_TRITON_EXPERTS, _MXFP4_EXPERTS), TRITON, minutes=20),
     "triton experts, three ranks": Run((_TRITON_EXPERTS, _MXFP4_EXPERTS), TRITON, 20, "long"),
     "adapter": Run(("tests/integration/vllm",), minutes=20, may_skip="Triton does not run here"),
     "servers": Run((_E2E,), minutes=15),

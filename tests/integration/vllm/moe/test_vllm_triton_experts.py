@@ -10,10 +10,10 @@ Triton is in the environment of `make vllm33-env`, with TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from vllm.triton_utils import HAS_TRITON
 
 if not HAS_TRITON:
@@ -27,7 +27,10 @@ from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.integration.vllm.moe import vllm_triton
 from tests.integration.vllm.moe.vllm_layer import ragged, way_of
 from tests.integration.vllm.moe.vllm_triton import SCHEMES, TritonLayer
+from tests.support import ranks as processes
+from tests.support import vllm_experts_ranks
 from tests.support.vllm_experts_ranks import error_of
+from tests.support.vllm_sizes import GPU_SCHEMES
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -55,3 +58,18 @@ def test_the_layer_is_that_of_one_rank(scheme: str, ep_size: int) -> None:
         assert all(error < 1e-5 for error in errors), errors
         assert recipe == SCHEMES[scheme][2]
         assert is_in_place
+
+
+def test_rounds_and_replays_of_processes(tmp_path: Path) -> None:
+    """The ranks of tests/gpu/test_vllm_experts.py."""
+    body: Any = vllm_experts_ranks.run_schemes
+    given: Any = ("cpu", str(tmp_path / "meeting"), ["unquantised"], ["fp8 by tensor"])
+    of_ranks = processes.run_processes(2, body, tmp_path, *given, meets=False)
+    for each in of_ranks:
+        assert list(each) == ["unquantised", "replayed fp8 by tensor"]
+        for name, found in each.items():
+            assert not found.trace, found.trace
+            assert found.errors
+            assert all(error < 1e-5 for error in found.errors), found.errors
+            assert found.recipe == GPU_SCHEMES[name.removeprefix("replayed ")]
+            assert found.is_in_place
