@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from tests.upstream import fetch
 from tests.upstream.groups import all_groups
 

@@ -17,9 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 import vllm
 
 from moe_nvlink_plugin.integration.demo import processes

@@ -1,42 +1,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     import torch
-
-
-#: Files that need no vLLM.
-WITHOUT = ("test_vllm_idle_steps.py", "test_vllm_stats.py")
-
-
-class LeftOut(pytest.Module):
-    """A file of tests where vLLM is missing, which nobody imports."""
-
-    def collect(self) -> NoReturn:
-        pytest.skip("vLLM is not installed", allow_module_level=True)
-
-
-def _has_vllm() -> bool:
-    try:
-        return importlib.util.find_spec("vllm") is not None
-    except ModuleNotFoundError:  # SGLang's environment hides it
-        return False
-
-
-def pytest_pycollect_makemodule(
-    module_path: Path, parent: pytest.Collector
-) -> pytest.Module | None:
-    if module_path.name in WITHOUT or _has_vllm():
-        return None
-    left_out: pytest.Module = LeftOut.from_parent(parent, path=module_path)
-    return left_out
 
 
 @pytest.fixture(autouse=True)
