@@ -40,6 +40,8 @@ OF_VLLM_SERVERS = (sys.executable, _FAST_SERVER)
 OF_VLLM_LIBRARIES = (*OF_VLLM_SERVERS, *LIBRARIES_OF_VLLM)
 #: Long enough for a slow machine between two MoE layers. Ranks that compile need more than others.
 TIMEOUT_S = 20
+#: What vLLM and SGLang say of a checkpoint that has no weights.
+NO_WEIGHTS = "Cannot find any model weights"
 
 
 class Forked:
@@ -184,11 +186,13 @@ class EpServer:
     """A server with our backend, its workers' counters, and comparisons with the one-rank one.
 
     Args:
-        server: how its processes start.
+        server: how its processes start; None: as forks.
         ready_s: seconds that it may take to start.
     """
 
-    _ready_s = 300.0
+    forked: type[Any] = ForkedServer
+    flags: tuple[str, ...] = ("--enable-expert-parallel", "--all2all-backend=moe_nvlink")
+    timeout_s = TIMEOUT_S
 
     def __init__(
         self,
@@ -197,20 +201,20 @@ class EpServer:
         name: str,
         *arguments: str,
         environment: Mapping[str, str] | None = None,
-        server: type[VllmServer] = ForkedServer,
-        ready_s: float = _ready_s,
+        server: type[VllmServer] | None = None,
+        ready_s: float = 300.0,
     ) -> None:
         self.requests = requests
         self._ready_s = ready_s
         self.stats_folder = folder / f"stats {name}"
-        self.server: Server = server(
+        self.server: Server = (server or self.forked)(
             model=requests.checkpoint,
             name=name,
             folder=folder,
-            arguments=["--enable-expert-parallel", "--all2all-backend=moe_nvlink", *arguments],
+            arguments=[*self.flags, *arguments],
             environment={
                 "MOE_NVLINK_STATS_DIR": str(self.stats_folder),
-                "MOE_NVLINK_TIMEOUT_S": str(TIMEOUT_S),
+                "MOE_NVLINK_TIMEOUT_S": str(self.timeout_s),
                 **(environment or {}),
             },
         )
@@ -406,3 +410,9 @@ def write_plugin(
     (about / "entry_points.txt").write_text("".join(entries))
     shutil.copy(str(module.__file__), folder / f"{name}.py")
     return folder
+
+
+def without_weights(checkpoint: Path) -> Path:
+    """Whoever loads its weights ends with an error of the framework's own."""
+    (checkpoint / "model.safetensors").unlink()
+    return checkpoint

@@ -12,12 +12,10 @@ from moe_nvlink_plugin.integration.demo.sglang_server import (
     SglangServer,
     interpreter,
 )
-from tests.integration.servers.servers import EpServer, Forked, Requests, Template
+from tests.integration.servers.servers import EpServer, Forked, Template
 from tests.support import sglang_triton
 
 _FAST_SGLANG = str(Path(__file__).parent / "fast_sglang.py")
-#: Long enough for a slow machine between two MoE layers.
-TIMEOUT_S = 60
 
 
 @functools.cache
@@ -49,24 +47,7 @@ class ForkedSglang(SglangServer):
 class EpSglang(EpServer):
     """An SGLang server with our backend; what it is asked and how it is judged is as for vLLM's."""
 
-    def __init__(
-        self,
-        requests: Requests,
-        folder: Path,
-        name: str,
-        *arguments: str,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        self.requests = requests
-        self.stats_folder = folder / f"stats {name}"
-        self.server = ForkedSglang(
-            model=requests.checkpoint,
-            name=name,
-            folder=folder,
-            arguments=["--moe-a2a-backend=moe_nvlink", *arguments],
-            environment={
-                "MOE_NVLINK_STATS_DIR": str(self.stats_folder),
-                "MOE_NVLINK_TIMEOUT_S": str(TIMEOUT_S),
-                **(environment or {}),
-            },
-        )
+    forked = ForkedSglang
+    flags = ("--moe-a2a-backend=moe_nvlink",)
+    #: Long enough for a slow machine between two MoE layers.
+    timeout_s = 60

@@ -26,7 +26,7 @@ pytest.importorskip(
 
 from moe_nvlink_plugin.integration.demo.server import ServerError, free_port
 from tests.integration.servers.servers import EpServer, Requests, our_files
-from tests.integration.servers.test_vllm_e2e import EAGER, QWEN3, ask_one_rank
+from tests.integration.servers.test_vllm_e2e import EAGER
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -44,16 +44,6 @@ BALANCING = {
 #: Several seconds of them, so that requests are on their way when ranks join; each stream of
 #: requests has a length of its own, so that they do not all end together.
 LONG_TOKENS = (150, 250, 350)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("elastic")
-
-
-@pytest.fixture(scope="module")
-def requests(folder: Path) -> Requests:
-    return ask_one_rank(QWEN3, folder)
 
 
 class Elastic:

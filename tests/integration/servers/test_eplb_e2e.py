@@ -13,10 +13,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from tests.integration.servers.servers import EpServer, Requests
-from tests.integration.servers.test_vllm_e2e import QWEN3, _num_moe_layers, ask_one_rank
+from tests.integration.servers.test_vllm_e2e import QWEN3, _num_moe_layers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -24,16 +22,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 INTERVAL = 12
 SERVED = ["--data-parallel-size=2", "--enforce-eager", "--enable-eplb"]
 BALANCING = {"num_redundant_experts": 2, "step_interval": INTERVAL, "window_size": INTERVAL}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("eplb")
-
-
-@pytest.fixture(scope="module")
-def requests(folder: Path) -> Requests:
-    return ask_one_rank(QWEN3, folder)
 
 
 def test_tokens_stay_those_of_one_rank(requests: Requests, folder: Path) -> None:

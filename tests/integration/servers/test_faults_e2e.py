@@ -17,21 +17,11 @@ import pytest
 from moe_nvlink_plugin.integration.demo.server import ServerError
 from tests.integration.servers.deployments import Deployment
 from tests.integration.servers.servers import EpServer, Requests, our_files, send_signal
-from tests.integration.servers.test_vllm_e2e import EAGER, QWEN3, ask_one_rank
+from tests.integration.servers.test_vllm_e2e import EAGER
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 TIMEOUT_S = 3
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults")
-
-
-@pytest.fixture(scope="module")
-def requests(folder: Path) -> Requests:
-    return ask_one_rank(QWEN3, folder / "model")
 
 
 @contextlib.contextmanager
@@ -52,12 +42,13 @@ def status(server: EpServer) -> dict[str, Any]:
         return engine
 
 
-def retry(server: EpServer, **params: Any) -> None:
+def retry(servers: list[EpServer], **params: Any) -> None:
     body = json.dumps({"instruction": "retry", "params": params}).encode()
-    url = f"http://127.0.0.1:{server.server.port}/fault_tolerance/apply"
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        assert answer.status == 202
+    for server in servers:
+        url = f"http://127.0.0.1:{server.server.port}/fault_tolerance/apply"
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            assert answer.status == 202
 
 
 def wait_until(servers: list[EpServer], state: str) -> None:
@@ -103,33 +94,35 @@ def test_a_rank_that_has_stopped_for_a_while(requests: Requests, folder: Path) -
             send_signal(worker, signal.SIGCONT)
         wait_until(servers, "unhealthy")
         asking.end()
-        for server in servers:
-            retry(server)
+        retry(servers)
         wait_until(servers, "healthy")
         for server in servers:
             assert server.differing(range(12), concurrency=6) == []
 
 
+def kill_the_third(servers: list[EpServer]) -> list[dict[str, Any]]:
+    """In the midst of requests; returns what all three had counted, which had answered before."""
+    for server in servers:
+        assert server.differing(range(2), concurrency=2) == []
+    stats = servers[0].stats(3)
+    asking = Long(servers)
+    servers[0].wait_for_rounds(0, stats[0]["rounds"] + 20)
+    send_signal(stats[2]["pid"], signal.SIGKILL)
+    wait_until(servers[:2], "unhealthy")
+    asking.end()
+    return stats
+
+
 def test_a_rank_that_has_died(requests: Requests, folder: Path) -> None:
     """The others serve on without its experts, and say which these are."""
     with tolerant(requests, folder, "external balancer of three") as servers:
-        for server in servers:
-            assert server.differing(range(2), concurrency=2) == []
-        stats = servers[0].stats(3)
-        asking = Long(servers)
-        servers[0].wait_for_rounds(0, stats[0]["rounds"] + 20)
-        send_signal(stats[2]["pid"], signal.SIGKILL)
-        alive = servers[:2]
-        wait_until(alive, "unhealthy")
-        asking.end()
-        for server in alive:  # refused, and said so
-            retry(server, dead_ranks=[0])
+        stats, alive = kill_the_third(servers), servers[:2]
+        retry(alive, dead_ranks=[0])  # refused, and said so
         deadline = time.monotonic() + 30
         while not all("rank 0" in str(status(server).get("ft_error")) for server in alive):
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        for server in alive:
-            retry(server, dead_ranks=[2])
+        retry(alive, dead_ranks=[2])
         wait_until(alive, "healthy")
         prompts, lengths = requests.prompts[:10], requests.lengths[:10]
         answers = []
@@ -148,17 +141,9 @@ def test_experts_of_a_dead_rank_have_replicas(requests: Requests, folder: Path) 
     """The balancer's redundant experts are those of the rank that dies: no token changes."""
     balancing = ("--enable-eplb", '--eplb-config={"num_redundant_experts": 8}')
     with tolerant(requests, folder, "external balancer of three", *balancing) as servers:
-        for server in servers:
-            assert server.differing(range(2), concurrency=2) == []
-        stats = servers[0].stats(3)
-        asking = Long(servers)
-        servers[0].wait_for_rounds(0, stats[0]["rounds"] + 20)
-        send_signal(stats[2]["pid"], signal.SIGKILL)
+        kill_the_third(servers)
         alive = servers[:2]
-        wait_until(alive, "unhealthy")
-        asking.end()
-        for server in alive:
-            retry(server, dead_ranks=[2])
+        retry(alive, dead_ranks=[2])
         wait_until(alive, "healthy")
         for server in alive:
             assert status(server)["lost_experts"] == []

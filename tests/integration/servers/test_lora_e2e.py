@@ -15,9 +15,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from safetensors.torch import load_file, save_file
 
 from moe_nvlink_plugin.integration.demo.server import SERVED_NAME, ServerError
@@ -160,11 +157,6 @@ class LoraServer(ForkedServer):
         with ThreadPoolExecutor(len(asked)) as pool:
             answers = list(pool.map(self.answer, asked))
         return [one for one, tokens in zip(asked, answers, strict=True) if tokens != one.expected]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("lora")
 
 
 def _check(server: LoraServer, served: Served) -> None:

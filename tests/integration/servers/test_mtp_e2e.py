@@ -22,8 +22,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from moe_nvlink_plugin.integration.demo.server import Server
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import MTP_MODEL, write_checkpoint
 from tests.integration.servers import stop_on_order
@@ -113,11 +111,6 @@ class Reference(NamedTuple):
         """Of requests that are whole blocks, or the long one."""
         firsts = [number for number in numbers if number % BLOCK == 0]
         return Drafts(*map(sum, zip(*(self.blocks[n // BLOCK] for n in firsts), strict=True)))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("mtp")
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,6 @@ from typing import NamedTuple
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from moe_nvlink_plugin.integration.demo.server import Server
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import Experts, TinyModel, write_checkpoint
 from tests.integration.servers import quantise_reference
@@ -125,11 +123,6 @@ def mean_distance(one: Answers, other: Answers) -> float:
         for a, b in zip(mine, others, strict=True)
     ]
     return sum(differences) / len(differences)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("recipes")
 
 
 @pytest.fixture(scope="module")

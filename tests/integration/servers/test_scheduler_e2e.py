@@ -19,9 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 
@@ -99,11 +96,6 @@ def tokens_of(server: Server, requests: list[streams.Request]) -> list[list[int]
 def evictions(server: Server) -> float:
     """How many of all requests so far."""
     return at_rest(server)["vllm:num_preemptions_total"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("scheduler")
 
 
 class Pair(NamedTuple):

@@ -19,8 +19,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from moe_nvlink_plugin.integration.demo import processes
 from moe_nvlink_plugin.integration.demo.server import (
     CPU_ENVIRONMENT,
@@ -37,6 +35,7 @@ from moe_nvlink_plugin.integration.demo.tiny_checkpoint import (
 from tests.integration.servers import lost_rows, ray_on_cpus, stop_on_order
 from tests.integration.servers.deployments import SHAPES, Deployment
 from tests.integration.servers.servers import (
+    NO_WEIGHTS,
     EpServer,
     Forked,
     ForkedServer,
@@ -45,6 +44,7 @@ from tests.integration.servers.servers import (
     check_stopped_rank_is_named,
     our_files,
     templates,
+    without_weights,
     write_plugin,
 )
 
@@ -70,11 +70,6 @@ NUM_SEQUENCES = 40
 #: Of the server whose rank is stopped, for the test waits as long.
 SHORT_TIMEOUT_S = 8
 NAME = "qwen3 dp2"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("e2e")
 
 
 @pytest.fixture(scope="module")
@@ -579,16 +574,6 @@ def test_ray(requests_of: Callable[[TinyModel], Requests], folder: Path) -> None
         assert server.differing(range(3), concurrency=1) == []
         assert server.differing(range(3, 12), concurrency=4) == []
         server.check_traffic(2, 12, _num_moe_layers(QWEN3))
-
-
-def without_weights(checkpoint: Path) -> Path:
-    """Whoever loads its weights ends with an error of vLLM's own."""
-    (checkpoint / "model.safetensors").unlink()
-    return checkpoint
-
-
-#: What vLLM says of a checkpoint that has no weights.
-NO_WEIGHTS = "Cannot find any model weights"
 
 
 def test_a_refusal_ends_the_server_with_its_reason(folder: Path) -> None:
