@@ -35,7 +35,7 @@ from tests.integration.servers.servers import Asking, Requests, our_files, write
 from tests.integration.servers.sglang_servers import EpSglang, ForkedSglang
 from tests.support import sglang_triton
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.e2e
 
 try:
     interpreter()
@@ -248,7 +248,6 @@ def test_an_unchecked_server_whose_rows_get_lost_answers_wrong(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "model", "ep_size", "arguments"),
     [

@@ -35,8 +35,6 @@ from tests.integration.vllm.moe import vllm_experts
 from tests.integration.vllm.moe.vllm_experts import NUM_EXPERTS, TOP_K, Weights, tokens
 from tests.support.ranks import run_processes
 
-pytestmark = pytest.mark.timeout(400)
-
 #: Eight physical experts for six logical ones: as many on each of two and of four ranks.
 REDUNDANT, NUM_LAYERS, STEPS = 2, 2, 7
 INTERVAL = 3
@@ -175,7 +173,7 @@ def check_reload_is_refused(layer: Any, weights: Weights) -> None:
 
 def test_the_layer_computes_the_same_before_and_after_moves(tmp_path: Path) -> None:
     """Of four ranks, and of two: a process that has imported vLLM serves both."""
-    of_four, of_two = zip(*run_processes(4, rank_main, tmp_path, timeout_s=350), strict=True)
+    of_four, of_two = zip(*run_processes(4, rank_main, tmp_path), strict=True)
     check_moves(of_four, 4)
     check_moves(of_two, 2)
 

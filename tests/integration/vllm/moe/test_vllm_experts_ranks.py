@@ -22,8 +22,6 @@ from tests.support import ranks as processes
 from tests.support import vllm_experts_ranks
 from tests.support.vllm_sizes import GPU_SCHEMES
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def test_rounds_and_replays(tmp_path: Path) -> None:
     body: Any = vllm_experts_ranks.run_schemes

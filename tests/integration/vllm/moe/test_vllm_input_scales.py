@@ -15,8 +15,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from moe_nvlink_plugin.integration.vllm.moe.method import share_scales
 from tests.support.ranks import run_processes
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def layer_of(rank: int) -> Any:
     return SimpleNamespace(

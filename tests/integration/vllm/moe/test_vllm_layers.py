@@ -300,7 +300,7 @@ print("RESULTS" + json.dumps(results))
 @pytest.fixture(scope="module")
 def results() -> dict[str, list[Any]]:
     shown = subprocess.run(
-        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=600, check=False
     )
     lines = [line for line in shown.stdout.splitlines() if line.startswith("RESULTS")]
     assert lines, shown.stderr[-3000:]

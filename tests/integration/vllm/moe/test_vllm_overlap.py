@@ -41,8 +41,6 @@ from tests.integration.vllm.moe.vllm_layer import (
 )
 from tests.support.ranks import run_processes
 
-pytestmark = pytest.mark.timeout(300)
-
 NUM_LAYERS = 3
 #: How rows travel there and back.
 FORMATS = ((None, Options()), (FP8_BLOCK, Options()), (NVFP4, Options(combine="fp8_block")))

@@ -29,8 +29,6 @@ from tests.integration.vllm.moe.vllm_layer import ragged, way_of
 from tests.integration.vllm.moe.vllm_triton import SCHEMES, TritonLayer
 from tests.support.vllm_experts_ranks import error_of
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture(autouse=True)
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
