@@ -152,8 +152,10 @@ class HostExecutor:
     def beside(self, channel: int, launch: Callable[[], None]) -> Callable[[], None]:
         """See Executor. The launch runs on a thread, which ends with it."""
         done: Future[None] = Future()
+        given_up = threading.Event()
 
         def run() -> None:
+            signals.end_waits_when(given_up)
             spread()
             try:
                 launch()
@@ -161,8 +163,6 @@ class HostExecutor:
                 done.set_exception(error)
             else:
                 done.set_result(None)
-            finally:
-                signals.forget_thread()
 
         # No daemon: at its end the interpreter waits for the thread, which uses shared memory.
         thread = threading.Thread(target=run, name=f"moe_nvlink channel {channel}")
@@ -172,7 +172,7 @@ class HostExecutor:
             try:
                 thread.join()
             except BaseException as error:  # a handler's: of any type, but never the launch's
-                signals.give_up(thread)
+                given_up.set()
                 raise Interrupted(error) from None
             done.result()
 

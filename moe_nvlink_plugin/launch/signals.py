@@ -12,8 +12,8 @@ from .base import Interrupted
 
 #: What handlers have raised during a launch of the main thread.
 raised: list[BaseException] = []
-#: Threads that launch for a caller who waits no longer.
-_given_up: set[int] = set()
+#: Of a thread that launches for a caller who may stop waiting: `given_up`, an Event.
+_launch = threading.local()
 
 
 def _serve() -> Iterator[int]:
@@ -46,7 +46,9 @@ next(_serving)
 #: What the kernels' waits call every 50 ms in the main thread, the only one that runs handlers; and
 #: in every other thread.
 SERVE = ctypes.CFUNCTYPE(ctypes.c_int)(functools.partial(next, _serving, 1))
-IS_GIVEN_UP = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: threading.get_ident() in _given_up)
+IS_GIVEN_UP = ctypes.CFUNCTYPE(ctypes.c_int)(
+    lambda: (given_up := getattr(_launch, "given_up", None)) is not None and given_up.is_set()
+)
 
 
 def is_in_handler() -> bool:
@@ -55,15 +57,9 @@ def is_in_handler() -> bool:
     return is_main and bool(_serving.gi_running)
 
 
-def give_up(thread: threading.Thread) -> None:
-    """End the waits of the launch that a thread runs. Local; nobody waits for its result."""
-    if thread.ident is not None:
-        _given_up.add(thread.ident)
-
-
-def forget_thread() -> None:
-    """Launches of this thread are not given up; another thread may get its number. Local."""
-    _given_up.discard(threading.get_ident())
+def end_waits_when(given_up: threading.Event) -> None:
+    """Let an event end the waits of this thread's launches, whose caller waits no longer. Local."""
+    _launch.given_up = given_up
 
 
 def raise_in_main_thread() -> None:

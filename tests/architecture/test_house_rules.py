@@ -116,7 +116,7 @@ def test_names_of_frameworks_are_found() -> None:
 def imported_by(statement: str) -> set[str]:
     code = f"import json, sys; {statement}; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600
     )
     return set(json.loads(done.stdout.splitlines()[-1]))
 
@@ -140,7 +140,7 @@ def test_using_the_public_names_does_not_start_cuda() -> None:
         "from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll; import torch;"
         "raise SystemExit(torch.cuda.is_initialized())"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=600).returncode == 0
 
 
 def test_importing_the_vllm_entry_points_needs_no_vllm() -> None:

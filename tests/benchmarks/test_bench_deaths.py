@@ -17,7 +17,6 @@ from moe_nvlink_plugin.verify import cases, compare
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_ranks_are_killed_and_replaced(tmp_path: Path) -> None:
     path = tmp_path / "deaths.json"
     given = ["--deaths", "2", "--every", "2", "--ep_size", "3", "--output_file", str(path)]
@@ -32,7 +31,6 @@ def test_ranks_are_killed_and_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_a_rank_that_ends_by_itself_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--deaths", "1", "--ep_size", "2", "--hidden_size", "-1"]
     assert bench_deaths.main(given) == 1

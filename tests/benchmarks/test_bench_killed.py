@@ -11,8 +11,6 @@ import pytest
 from benchmarks import common
 from tests.support.programs import python
 
-pytestmark = pytest.mark.timeout(280)
-
 #: Every interpreter of the run reads this first: whichever process writes the result file ends by
 #: SIGKILL as soon as that has been done once.
 ENDS_AFTER_THE_FIRST_WRITE = """
@@ -51,7 +49,7 @@ def test_the_first_batch_is_left(command: str, written_by_a_rank: bool, tmp_path
     file = tmp_path / "out" / "result.json"
     script, *options = command.replace("PATH", str(file)).split()
     variables = {"PYTHONPATH": str(tmp_path)}
-    done = python(f"benchmarks/{script}", *options, variables=variables, timeout_s=250)
+    done = python(f"benchmarks/{script}", *options, variables=variables)
     assert done.returncode == (1 if written_by_a_rank else -signal.SIGKILL), done.stderr
     assert list(file.parent.iterdir()) == [file]
     result = json.loads(file.read_text())

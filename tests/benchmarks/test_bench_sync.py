@@ -18,7 +18,7 @@ from tests.core.exchange import small_exchange
 from tests.support import kernel_texts
 from tests.support.ptx import build
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.long
 
 
 def lonely(group: ThreadGroup, small_tokens: int) -> int:

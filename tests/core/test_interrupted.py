@@ -25,8 +25,6 @@ from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.core.exchange.small_exchange import config, plain, round_of
 from tests.support import small_head
 
-pytestmark = pytest.mark.timeout(240)
-
 LIMIT_S = 3600.0
 
 

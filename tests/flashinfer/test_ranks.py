@@ -47,11 +47,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcomes]:
     except FetchError as error:
         left_out(error)
     own, ranks = tmp_path_factory.mktemp("launcher"), tmp_path_factory.mktemp("ranks")
-    (found,) = run_processes(1, run_everywhere, own, SIZES, ranks, meets=False, timeout_s=280)
+    (found,) = run_processes(1, run_everywhere, own, SIZES, ranks, meets=False)
     return dict(zip(SIZES, found, strict=True))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("ep_size", SIZES)
 @pytest.mark.parametrize("name", CASES)
 def test_on_ranks(outcomes: dict[int, Outcomes], name: str, ep_size: int) -> None:

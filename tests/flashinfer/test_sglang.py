@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_sglangs_dispatcher_runs_on_the_drop_in(tmp_path: Path) -> None:
     try:
         python = interpreter()
@@ -30,7 +29,7 @@ def test_sglangs_dispatcher_runs_on_the_drop_in(tmp_path: Path) -> None:
     command = [str(python), "-m", "tests.flashinfer.sglang_ranks", str(tmp_path)]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     done = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280, check=False
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     # Three formats, each with and without the combine region as the experts' output.

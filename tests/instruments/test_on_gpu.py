@@ -29,7 +29,7 @@ from tests.gpu.day.steps import AGAIN_S, STAGES, START_S, STEPS, Stage, Step, ag
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.long
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> tuple[int, str]:

@@ -75,7 +75,7 @@ def suite(folder: Path, files: dict[str, str], *options: str) -> subprocess.Comp
         env=variables | {"TOLD": str(folder / "told")},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
 

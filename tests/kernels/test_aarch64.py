@@ -31,7 +31,7 @@ from tests.kernels.formats.test_quantisers import by_kernel
 from tests.support import aarch64, emulated, kernel_texts, sanitizers
 from tests.support.aarch64 import Aarch64Backend, Calls
 
-pytestmark = [pytest.mark.long, aarch64.IS_EMULATED, pytest.mark.timeout(560)]
+pytestmark = [pytest.mark.long, aarch64.IS_EMULATED]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

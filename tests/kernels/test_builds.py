@@ -25,7 +25,7 @@ from tests.kernels.formats import quantiser_rows, test_numeric, test_quantisers
 from tests.kernels.lm_head import test_head
 from tests.support import builds, case_list
 
-pytestmark = [pytest.mark.long, builds.ON_X86, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, builds.ON_X86]
 
 #: More than one part of a row, of a vector, and of the tree of sums.
 CASE = Case(name="build", tokens=(5, 0, 8), num_experts=12, top_k=7, hidden_size=300)

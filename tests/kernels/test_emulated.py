@@ -32,8 +32,6 @@ from tests.support.case_list import CASES, RECIPE_CASES
 from tests.support.long_tests import first_of
 from tests.support.sass import cuobjdump
 
-pytestmark = pytest.mark.timeout(280)
-
 ENTRY = "moe_nvlink_emulated_dispatch"
 H100_SMS = 132
 REGISTERS_OF_AN_SM = 65536

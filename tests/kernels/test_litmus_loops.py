@@ -23,7 +23,7 @@ from tests.support.ptx.machine import Machine
 from tests.support.sass import cuobjdump
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
-pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
+pytestmark = pytest.mark.long
 
 #: The flag is set before the data are there. At the barrier the software GPU runs other threads.
 SWAPPED = """

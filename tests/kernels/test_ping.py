@@ -35,8 +35,6 @@ from tests.support import fake_cuda
 from tests.support.fake_cuda.transport import install
 from tests.support.ranks import run_processes
 
-pytestmark = pytest.mark.timeout(200)
-
 # The text, with the struct.
 
 PATH = "ping/ping.cu"

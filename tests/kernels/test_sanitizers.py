@@ -18,8 +18,6 @@ from tests.support import kernel_texts, sanitizers
 from tests.support.delays import replace_once
 from tests.support.sanitizers import Bugs, Edit, instead, without
 
-pytestmark = pytest.mark.timeout(280)
-
 PROGRAM = Path(__file__).with_name("sanitizer_ranks.cpp")
 HEAD_PROGRAM = Path(__file__).with_name("head_sanitizer_ranks.cpp")
 
@@ -378,7 +376,6 @@ def test_the_thread_sanitizer_catches(group: str, bug: str, program_of: ProgramO
     sanitizers.check_race_is_found(program_of(group), GROUPS[group].numbers()[bug])
 
 
-@pytest.mark.timeout(900)  # its threads take turns on the cores, and other tests take theirs
 @pytest.mark.parametrize("cta_threads", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_no_bad_address_and_no_undefined_behaviour(cta_threads: int, tmp_path: Path) -> None:
     """One thread as in the product, and its loops vectorised; at -O2, because with these sanitizers

@@ -34,7 +34,6 @@ from tests.support.delays import replace_once
 from tests.support.sass import Code
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
-pytestmark = pytest.mark.timeout(280)
 
 EVERY_ARCHITECTURE = nvrtc.ARCHITECTURES
 HOPPER, BLACKWELL = "sm_90a", "sm_100a"
@@ -881,5 +880,5 @@ def test_no_driver_is_needed() -> None:
         "assert nvrtc.compile_cubin(text, 'sm_90a')[:4] == b'\\x7fELF';"
         "raise SystemExit('libcuda.so' in open('/proc/self/maps').read())"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=600)
     assert done.returncode == 0

@@ -17,8 +17,6 @@ from tests.support import case_list, kernel_texts
 from tests.support.case_list import run_case
 from tests.support.delays import replace_once
 
-pytestmark = pytest.mark.timeout(180)
-
 
 def built(text: str, *flags: str) -> host.HostLibrary:
     """With -O1: seconds less to compile, and the bits do not depend on it."""

@@ -22,7 +22,6 @@ from tests.support.ptx.critical_path import Clock, Launch, Mirror, round_trips, 
 from tests.support.ptx.machine import Machine
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
-pytestmark = pytest.mark.timeout(1200)
 
 FREE = 1e12  # bytes per ns
 TABLE = dict.fromkeys((row.name for row in costs.TABLE), 0.0) | {

@@ -30,7 +30,6 @@ from tests.support.ptx import mutants, survivors
 from tests.support.ptx.backend import PtxBackend
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
-pytestmark = pytest.mark.timeout(600)
 
 CASE = dataclasses.replace(SMALL, tokens=(3, 1, 4, 2), num_experts=11)
 ALL, LAST = tuple(range(4)), 3

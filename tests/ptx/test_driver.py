@@ -25,8 +25,6 @@ from tests.support import fake_cuda
 from tests.support.fake_cuda import ptx
 from tests.support.ranks import run_processes
 
-pytestmark = pytest.mark.timeout(300)
-
 KERNELS = r"""
 using u32 = unsigned;
 using u64 = unsigned long long;

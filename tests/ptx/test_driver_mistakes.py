@@ -24,8 +24,6 @@ from tests.support import fake_cuda
 
 __all__ = ["in_driver"]  # a fixture, which pytest looks for among this module's names
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @contextlib.contextmanager
 def said(to: list[str]) -> Iterator[None]:

@@ -20,8 +20,6 @@ from tests.support.ptx.machine import (
     UninitialisedError,
 )
 
-pytestmark = pytest.mark.timeout(600)
-
 #: name -> (body, error, what the message says). Of one CTA of two warps; %p7 is thread 5.
 _WRONG: dict[str, tuple[str, type[PtxError], str]] = {
     "misaligned_global": (

@@ -31,7 +31,6 @@ from tests.support.ptx.build import Library
 from tests.support.sanitizers import Bugs, Edit, instead
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
-pytestmark = pytest.mark.timeout(1200)
 
 
 def _nobody(function: str, waits: str) -> list[Edit]:

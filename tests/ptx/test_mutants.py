@@ -48,7 +48,6 @@ from tests.support.ptx.machine import PtxError
 from tests.support.ptx.mutants import Mutant
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
-pytestmark = pytest.mark.timeout(1200)
 
 PROTOCOL_PAGE = Path(__file__).parents[2] / "kernels" / "PROTOCOL.md"
 ARCHITECTURE = "sm_90a"

@@ -22,8 +22,6 @@ from tests.support.ptx import build, opcodes, translate
 from tests.support.ptx.machine import TrapError
 from tests.support.ptx.text import UnknownPtxError
 
-pytestmark = pytest.mark.timeout(600)
-
 #: Forms with the same registers, which are one entry.
 GROUPS: dict[str, list[Form]] = {}
 for _form in forms.FORMS:

@@ -19,7 +19,7 @@ from tests.support.delays import replace_once
 from tests.support.ptx import costs
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
-pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
+pytestmark = pytest.mark.long
 
 LINE_BYTES = 128
 LINK_BYTES_PER_NS = 0.01

@@ -22,7 +22,6 @@ from tests.support import wheels
 from tests.support.ptx.machine import Machine, TrapError
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
-pytestmark = pytest.mark.timeout(1200)
 
 #: Slots are given out by an atomic: num_threads=2 says that their order is not the tokens'.
 CASE = Case(

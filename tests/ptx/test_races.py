@@ -22,8 +22,6 @@ from tests.ptx.litmus_kernels import LitmusKernels, module, named
 from tests.support.ptx import build
 from tests.support.ptx.machine import Machine, PtxError, RaceError, UninitialisedError
 
-pytestmark = pytest.mark.timeout(1200)
-
 SEEDS = range(60)
 
 SENDER = "gpu0.cta0.t0: st.weak row, 1; st.{} flag, 1\n"

@@ -30,7 +30,7 @@ from tests.support.fake_cuda import ptx
 from tests.support.fake_cuda.transport import install
 from tests.support.ranks import run_processes
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.long
 
 RANKS = 2
 CPU = torch.device("cpu")

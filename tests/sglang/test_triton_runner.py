@@ -46,8 +46,6 @@ from tests.integration.sglang.sglang_layer import (
 )
 from tests.sglang import interpreted
 
-pytestmark = pytest.mark.timeout(600)
-
 INTERMEDIATE = 128
 BLOCK = [128, 128]
 E4M3 = torch.float8_e4m3fn

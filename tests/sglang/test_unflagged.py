@@ -31,7 +31,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -60,7 +60,7 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=600,
     )
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def python(
-    *arguments: object, variables: Mapping[str, str] | None = None, timeout_s: float = 120.0
+    *arguments: object, variables: Mapping[str, str] | None = None, timeout_s: float = 600.0
 ) -> subprocess.CompletedProcess[str]:
     """Run `python *arguments` in the checkout; its exit status is the caller's to look at.
 

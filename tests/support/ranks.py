@@ -100,7 +100,7 @@ def run_processes(
     folder: Path,
     *args: Any,
     killed: tuple[int, ...] = (),
-    timeout_s: float = 200.0,
+    timeout_s: float = 600.0,
     method: str = "forkserver",
     meets: bool = True,
     ends_with_parent: bool = False,

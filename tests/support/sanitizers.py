@@ -89,7 +89,7 @@ def run(program: Path, bug: int = 0) -> subprocess.CompletedProcess[str]:
     variables = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     variables["TSAN_OPTIONS"] = f"halt_on_error=1:exitcode={RACE_STATUS}"
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=200, env=variables
+        command, capture_output=True, text=True, check=False, timeout=600, env=variables
     )
 
 

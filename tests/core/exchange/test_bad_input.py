@@ -24,8 +24,6 @@ from tests.core.exchange.small_exchange import (
     plain,
 )
 
-pytestmark = pytest.mark.timeout(120)
-
 #: A good value of each tensor of dispatch, of three tokens.
 TENSORS = {
     "hidden_states": torch.ones(3, HIDDEN),

@@ -14,8 +14,6 @@ from moe_nvlink_plugin.errors import ExchangeStateError, InputError
 from moe_nvlink_plugin.testing import ThreadGroup
 from tests.core.exchange.small_exchange import assert_still_works, config, good, plain
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def test_combine_without_dispatch(layer: MoeAllToAll) -> None:
     received = layer.dispatch(**good())

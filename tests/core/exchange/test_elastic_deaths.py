@@ -31,8 +31,6 @@ from tests.core.exchange.test_elastic import ROUNDS, at_stage, check_round, conf
 from tests.support.long_tests import first_of
 from tests.support.ranks import run_processes
 
-pytestmark = pytest.mark.timeout(300)
-
 CASE = Case(name="deaths", tokens=(5, 2, 7), num_experts=6, top_k=3, timeout_s=4.0)
 PLACES = (0, 1, 2)
 #: The place of each process: the third is stopped, the fourth killed, the fifth stays.

@@ -18,8 +18,6 @@ from moe_nvlink_plugin.verify.cases import Case
 from tests.core.exchange.small_exchange import assert_still_works, config, good, plain
 from tests.support import case_list
 
-pytestmark = pytest.mark.timeout(120)
-
 #: Of 2 and of 4 ranks, of both kinds of kernels, with what an argument can change.
 SAMPLE = (
     Case(name="full", tokens=(8, 8), num_channels=2),

@@ -15,8 +15,6 @@ from moe_nvlink_plugin.exchange.layer import LayerExchange
 from moe_nvlink_plugin.testing import random_inputs
 from tests.core.exchange.small_exchange import alone
 
-pytestmark = pytest.mark.timeout(240)
-
 HIDDEN = 24
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

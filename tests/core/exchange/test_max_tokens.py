@@ -17,8 +17,6 @@ from tests.core.exchange.opcheck import opcheck_dispatch
 from tests.core.exchange.small_exchange import sized
 from tests.kernels.exchange.test_received import filled_places, laid_out
 
-pytestmark = pytest.mark.timeout(240)
-
 CAPACITY, NUM_EXPERTS, HIDDEN = 6, 7, 128
 #: Bounds of successive rounds: up, down, the capacity, and the same twice.
 BOUNDS = (1, 4, CAPACITY, 2, 2, 5, CAPACITY, 1)

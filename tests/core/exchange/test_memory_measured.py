@@ -28,8 +28,6 @@ from tests.support import fake_cuda, kernel_texts, small_head
 from tests.support.fake_cuda.transport import OnFakeDriver, install
 from tests.support.ranks import run_processes
 
-pytestmark = pytest.mark.timeout(200)
-
 PLACES = 3
 COMES = 2
 SMALL = dataclasses.replace(PAIR, small=True, num_channels=2)

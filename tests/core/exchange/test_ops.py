@@ -25,8 +25,6 @@ from tests.core.exchange import small_exchange
 from tests.core.exchange.opcheck import opcheck_dispatch
 from tests.support.ranks import run_processes
 
-pytestmark = pytest.mark.timeout(240)
-
 CAPACITY = 16
 
 SCHEMAS = {

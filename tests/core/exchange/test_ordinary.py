@@ -31,8 +31,6 @@ from tests.core.exchange.small_exchange import (
 )
 from tests.core.exchange.test_bad_input import BAD_DISPATCHES
 
-pytestmark = pytest.mark.timeout(120)
-
 Change = Callable[[torch.Tensor], Any]
 
 

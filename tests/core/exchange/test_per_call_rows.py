@@ -15,8 +15,6 @@ from moe_nvlink_plugin.errors import DisagreementError, InputError
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
 from tests.core.exchange.small_exchange import sized
 
-pytestmark = pytest.mark.timeout(240)
-
 CAPACITY, HIDDEN = 5, 24
 TYPES = (torch.bfloat16, torch.float32, torch.float16)
 

@@ -19,8 +19,6 @@ from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.core.exchange import small_exchange
 from tests.core.exchange.opcheck import opcheck_dispatch
 
-pytestmark = pytest.mark.timeout(120)
-
 HIDDEN, TOP_K, CAPACITY = 256, small_exchange.TOP_K, 8
 
 #: Bytes of a token's row and scales at hidden size 7168.

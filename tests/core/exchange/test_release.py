@@ -36,8 +36,6 @@ from tests.core.exchange.test_elastic import (
 )
 from tests.support.ranks import run_threads
 
-pytestmark = pytest.mark.timeout(120)
-
 PLACES = (0, 1)
 CASE = Case(name="release", tokens=(5, 7), num_experts=6, top_k=3, timeout_s=20.0)
 

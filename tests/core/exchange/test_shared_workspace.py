@@ -32,8 +32,6 @@ from tests.core.exchange.small_exchange import (
 )
 from tests.support.ranks import run_threads
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def test_a_workspace_of_another_group_is_refused() -> None:
     """Its window has no place for the second rank: the kernel would write beyond it."""

@@ -36,8 +36,6 @@ from moe_nvlink_plugin.tools import cli, top
 from tests.integration.common.test_adapter_common import WORDING
 from tests.support import delays
 
-pytestmark = pytest.mark.timeout(120)
-
 SIZE, SLOW = 4, 2
 OTHERS = [rank for rank in range(SIZE) if rank != SLOW]
 #: What a look adds to a rank's clock, and the looks for which the slow rank waits.

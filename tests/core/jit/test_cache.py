@@ -22,8 +22,6 @@ import pytest
 from moe_nvlink_plugin.errors import CompileError
 from moe_nvlink_plugin.jit import cache, header, host
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

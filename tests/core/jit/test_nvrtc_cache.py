@@ -21,8 +21,6 @@ from moe_nvlink_plugin.launch.kernel import Build
 from tests.support.programs import python
 from tests.support.sass import disassemble
 
-pytestmark = pytest.mark.timeout(120)
-
 SMALL = 'extern "C" __global__ void f(int* p) { *p = 1; }'
 #: 256 values live at once in a kernel that may use 32 registers.
 SPILLING = (

@@ -15,7 +15,6 @@ from tests.support.fake_cuda import ptx
 from tests.support.fake_cuda.transport import capturing
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
-pytestmark = pytest.mark.timeout(200)
 
 
 def round_beside(layer: Any, num_tokens: int = 3, channel: int = 0) -> torch.Tensor:

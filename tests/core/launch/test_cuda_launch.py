@@ -50,7 +50,6 @@ from tests.support.long_tests import first_of
 from tests.support.ranks import run_processes
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
-pytestmark = pytest.mark.timeout(200)
 
 Driven = Callable[..., Any]
 

@@ -45,8 +45,6 @@ from tests.support.small_head import (
     problem,
 )
 
-pytestmark = pytest.mark.timeout(120)
-
 INF, NAN = float("inf"), float("nan")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -34,8 +34,6 @@ from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.support.ranks import run_processes
 from tests.support.small_head import HIDDEN, VOCAB, check_argmax, check_logits, config, problem
 
-pytestmark = pytest.mark.timeout(120)
-
 INF, NAN = float("inf"), float("nan")
 
 

@@ -31,7 +31,7 @@ from tests.support.fake_cuda.transport import capturing, install
 from tests.support.ranks import run_processes
 from tests.support.small_head import check_argmax, check_logits, config, problem
 
-pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("gpu_compiler")]
+pytestmark = [pytest.mark.usefixtures("gpu_compiler")]
 
 #: 80000 bytes of logits a row: five parts, for a thread each 16 bytes at a time.
 VOCAB, HIDDEN, CAPACITY = 40_000, 256, 8

@@ -17,8 +17,6 @@ from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.support import small_head
 from tests.support.small_head import check_argmax, check_logits, config, ids_of, logits_of, problem
 
-pytestmark = pytest.mark.timeout(240)
-
 OPS = [torch.ops.moe_nvlink.head_argmax.default, torch.ops.moe_nvlink.head_logits.default]
 
 

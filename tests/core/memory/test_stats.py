@@ -10,8 +10,6 @@ from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from moe_nvlink_plugin.verify import cases
 from moe_nvlink_plugin.verify.cases import Case, Inputs
 
-pytestmark = pytest.mark.timeout(60)
-
 FIRST = Case(
     name="first",
     tokens=(5, 0, 8),

@@ -39,8 +39,6 @@ from tests.support import fake_cuda
 from tests.support.long_tests import first_of
 from tests.support.programs import python
 
-pytestmark = pytest.mark.timeout(120)
-
 Fake = Callable[..., Gpus]
 KINDS = tuple(map(str, precompile.kinds()))
 _answers: dict[object, Gpus] = {}
@@ -63,7 +61,7 @@ def fake(library: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
             with monkeypatch.context() as patch:
                 for name, value in variables.items():
                     patch.setenv(name, value)
-                _answers[key] = gpu.probe(local_rank, time_limit_s=60)
+                _answers[key] = gpu.probe(local_rank, time_limit_s=200)
         return _answers[key]
 
     return ask
@@ -848,7 +846,7 @@ def test_ranks_of_a_launcher_report_together(library: Path) -> None:
     variables = fake_cuda.environment(library, devices=2, shared_uuid=1)
     port = free_port()
     processes = [start_rank(rank, 2, port, **variables) for rank in range(2)]
-    outputs = [process.communicate(timeout=100) for process in processes]
+    outputs = [process.communicate(timeout=600) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert outputs[1][0] == ""
     lines = outputs[0][0].splitlines()
@@ -896,7 +894,7 @@ def test_a_compiler_that_is_no_command(
 
 def test_a_rank_that_never_comes() -> None:
     process = start_rank(0, 2, free_port(), MOE_NVLINK_TIMEOUT_S="3")
-    out, _log = process.communicate(timeout=100)
+    out, _log = process.communicate(timeout=600)
     assert process.returncode == 1
     for line in out.splitlines()[-2:]:
         assert "will not work: " in line

@@ -13,8 +13,6 @@ from moe_nvlink_plugin.jit import folded, nvrtc
 from moe_nvlink_plugin.launch.kernel import Build
 from moe_nvlink_plugin.tools import cli, dump_source, shipped
 
-pytestmark = pytest.mark.timeout(120)
-
 #: Values beside the defaults, for kernels that have these axes.
 VALUES = {"top_k": "8", "recipe": "nvfp4", "combine": "fp8_block", "dtype": "fp16"}
 KERNELS = {kernel.name: kernel for family in shipped.FAMILIES for kernel in family.kernels}

@@ -22,8 +22,6 @@ from moe_nvlink_plugin.lm_head.kernels import HEAD
 from moe_nvlink_plugin.tools import cli, precompile, shipped
 from tests.support.programs import python
 
-pytestmark = pytest.mark.timeout(600)  # of a busy machine; alone each takes seconds
-
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

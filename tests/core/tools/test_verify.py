@@ -203,7 +203,7 @@ def run_one(output: Path, **options: Any) -> subprocess.CompletedProcess[str]:
         [*ONE_RANK, str(output)],
         stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
         **options,
     )
@@ -257,7 +257,7 @@ if __name__ == "__main__":
 def test_ranks_that_crash_have_a_verdict(launcher: tuple[str, ...], tmp_path: Path) -> None:
     script = tmp_path / "crashing.py"
     script.write_text(CRASHING)
-    done = python(*launcher, script, timeout_s=300)
+    done = python(*launcher, script)
     assert done.returncode == 1
     told = done.stdout + done.stderr
     assert re.search(r"^verify: (FAILED|WRONG)", done.stdout, re.MULTILINE), told
@@ -270,7 +270,7 @@ def test_no_rank_outlives_the_command(tmp_path: Path) -> None:
     assert process.stdout is not None
     process.kill()
     assert "verify: right: " not in process.stdout.read()
-    assert process.wait(timeout=300) == -signal.SIGKILL
+    assert process.wait(timeout=600) == -signal.SIGKILL
 
 
 def test_a_stopped_rank_is_not_waited_for() -> None:

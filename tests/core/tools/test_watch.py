@@ -27,8 +27,6 @@ from moe_nvlink_plugin.tools import cli, rank_server, watch
 from moe_nvlink_plugin.tools.rank_server import State, look_at
 from tests.support.programs import python
 
-pytestmark = pytest.mark.timeout(120)
-
 HEALTHY, UNHEALTHY = "healthy", "unhealthy"
 TRANSIENT: dict[str, Any] = {"instruction": "retry", "params": {}}
 

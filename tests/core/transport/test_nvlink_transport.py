@@ -36,8 +36,6 @@ from tests.support.fake_cuda import build, control, environment
 from tests.support.fake_cuda.transport import FakeNvlinkTransport
 from tests.support.ranks import run_processes
 
-pytestmark = pytest.mark.timeout(300)
-
 CPU = torch.device("cpu")
 MIB = 2**20
 
@@ -50,7 +48,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         killed = options.pop("killed", ())
         for name, value in environment(build(tmp_path), **options).items():
             monkeypatch.setenv(name, value)
-        return run_processes(num_ranks, body, tmp_path, *args, killed=killed, timeout_s=100)
+        return run_processes(num_ranks, body, tmp_path, *args, killed=killed)
 
     return run
 
@@ -112,7 +110,7 @@ def results(
         options = environment(build(folder), fabric=int(request.param == "FABRIC"))
         for name, value in options.items():
             patch.setenv(name, value)
-        return run_processes(3, both_bodies, folder, request.param, timeout_s=100)
+        return run_processes(3, both_bodies, folder, request.param)
 
 
 def both_bodies(rank: int, size: int, kind: str) -> dict[str, Any]:

@@ -29,8 +29,6 @@ from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.core.exchange.small_exchange import HIDDEN, config, plain, round_of
 from tests.support.ranks import run_processes
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.mark.parametrize(
     ("field", "values"),

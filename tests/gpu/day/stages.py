@@ -36,8 +36,8 @@ from tests.gpu.day.steps import STAGES, STEPS, Stage, Step, again
 LEAST_S = 5.0
 #: What a step gets between the signal that asks it to end and the signal that ends it.
 GRACE_S = 4
-#: A rehearsal shares two processors with other tests.
-REHEARSAL_FACTOR = 4.0
+#: A rehearsal shares two processors with other tests: its limits are there for what hangs.
+REHEARSAL_FACTOR = 20.0
 #: A program's exit status for "cannot run here"; its last line says why (tests/gpu/watched.py).
 CANNOT_RUN = 77
 #: The exit status of coreutils' `timeout`.

@@ -27,7 +27,7 @@ def run_python(code: str, *pythonpath: Path, hide: str = "") -> str:
         env=environment | {settings.HIDE: hide},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

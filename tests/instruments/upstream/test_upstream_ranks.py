@@ -118,7 +118,7 @@ def test_ranks_meet_and_those_that_fail_are_named(tmp_path: Any) -> None:
         env=os.environ | own,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=600,
         check=False,
     )
     said = done.stdout + done.stderr

@@ -187,7 +187,7 @@ def test_a_command_prints_every_name(framework: str) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=600,
     )
     assert f"use       {framework}." in done.stdout
     assert f"patch     {framework}." in done.stdout

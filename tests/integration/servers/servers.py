@@ -134,7 +134,7 @@ class Template:
         with log.open("wb") as file:
             forked = self.fork([str(program), *arguments], environment, file)
         try:
-            code_of_exit = forked.wait(timeout=250)
+            code_of_exit = forked.wait(timeout=600)
         finally:
             processes.end_session(forked.pid)
         return code_of_exit, log.read_text("utf-8")

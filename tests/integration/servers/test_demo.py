@@ -18,7 +18,7 @@ from moe_nvlink_plugin.integration.demo.demo import EXIT_INTERRUPTED
 from tests.integration.servers.servers import templates
 
 #: The limits of this file are for demos that hang: the machine may be busy.
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[3]
 #: Looking through /proc takes a tenth of a second of CPU time, which servers that start need, too.
@@ -184,7 +184,7 @@ def test_ctrl_c_leaves_nothing(
     time.sleep(1.0)
     demo.look()
     demo.process.send_signal(signal.SIGINT)
-    assert demo.process.wait(timeout=200) == EXIT_INTERRUPTED, demo.text()
+    assert demo.process.wait(timeout=600) == EXIT_INTERRUPTED, demo.text()
     demo.assert_nothing_stays(within_s=1.0)
 
 

@@ -28,7 +28,7 @@ from moe_nvlink_plugin.integration.demo.server import ServerError, free_port
 from tests.integration.servers.servers import EpServer, Requests, our_files
 from tests.integration.servers.test_vllm_e2e import EAGER
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 #: Two ranks have all 16 experts once.
 FIRST_SIZE, MOST = 2, 4

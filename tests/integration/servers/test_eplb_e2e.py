@@ -16,7 +16,7 @@ import pytest
 from tests.integration.servers.servers import EpServer, Requests
 from tests.integration.servers.test_vllm_e2e import QWEN3, _num_moe_layers
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 #: Of a few hundred steps; requests are on their way in most of them.
 INTERVAL = 12

@@ -19,7 +19,7 @@ from tests.integration.servers.deployments import Deployment
 from tests.integration.servers.servers import EpServer, Requests, our_files, send_signal
 from tests.integration.servers.test_vllm_e2e import EAGER
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.e2e
 
 TIMEOUT_S = 3
 

@@ -21,7 +21,7 @@ from moe_nvlink_plugin.integration.demo.server import SERVED_NAME, ServerError
 from moe_nvlink_plugin.integration.demo.tiny_checkpoint import TinyModel, write_checkpoint
 from tests.integration.servers.servers import TIMEOUT_S, ForkedServer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 MODEL = TinyModel(architecture="qwen3_moe", num_layers=2, num_experts=8, top_k=3)
 RANK, ALPHA = 4, 8

@@ -37,7 +37,7 @@ from tests.integration.servers.servers import (
 )
 from tests.support.long_tests import first_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.e2e
 
 #: Draft tokens of one proposal: as many forwards of the draft, and looks at its head.
 STEPS = 3

@@ -26,7 +26,7 @@ from tests.integration.servers import quantise_reference
 from tests.integration.servers.quantise_reference import Mode
 from tests.integration.servers.servers import EpServer, ForkedServer, Requests, write_plugin
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 #: Sizes of which 128 is a divisor, for blocks of FP8 weights.
 MODEL = TinyModel(

@@ -34,7 +34,7 @@ from tests.integration.servers.servers import ForkedServer
 from tests.integration.servers.test_lora_e2e import EXPERTS, _write_adapter
 from tests.upstream import models as upstream_models
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.e2e
 
 MODEL = dataclasses.replace(MODELS["qwen3_moe"], num_layers=2)
 OURS = "--scheduler-cls=moe_nvlink_plugin.integration.vllm.scheduler.GuaranteedNoEvictScheduler"
@@ -207,7 +207,6 @@ CASES = {
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_beside(name: str, tmp_path: Path) -> None:
     """The same with what else vLLM can do."""

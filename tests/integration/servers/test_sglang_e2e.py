@@ -42,7 +42,7 @@ from tests.integration.servers.servers import (
 from tests.integration.servers.sglang_servers import EpSglang, ForkedSglang
 from tests.support import sglang_triton
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.e2e
 
 try:
     interpreter()
@@ -237,7 +237,6 @@ def test_a_server_whose_rows_get_lost_falls_back_and_answers_right(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "model", "ep_size", "arguments"),
     [

@@ -15,7 +15,7 @@ from tests.upstream.groups import all_groups
 #: One layer on two ranks.
 CASE = "False-moe_nvlink-2-1-True"
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module", autouse=True)

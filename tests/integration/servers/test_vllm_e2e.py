@@ -49,7 +49,7 @@ from tests.integration.servers.servers import (
 )
 
 # A server of four workers on two cores needs its time to start.
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.e2e
 
 #: Two layers tell whether a layer reads another's rows, and start sooner than three.
 QWEN3 = dataclasses.replace(MODELS["qwen3_moe"], num_layers=2)
@@ -246,7 +246,7 @@ DP2, DP4, DP2_TP2 = (
 
 
 def _long(*values: Any) -> Any:
-    return pytest.param(*values, marks=[pytest.mark.long, pytest.mark.timeout(900)])
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 # GLM-4 MoE with two and with four data-parallel ranks, eager: test_mtp_e2e.py too. If the model is
@@ -298,7 +298,6 @@ def _combine_adds(server: EpServer) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_each_stage_of_a_pipeline_has_its_exchange(
     requests_of: Callable[[TinyModel], Requests], folder: Path
 ) -> None:
@@ -314,7 +313,6 @@ def test_each_stage_of_a_pipeline_has_its_exchange(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_the_transformers_backend(
     requests_of: Callable[[TinyModel], Requests], folder: Path
 ) -> None:
@@ -326,7 +324,6 @@ def test_the_transformers_backend(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_processes_started_in_vllms_own_way(
     requests_of: Callable[[TinyModel], Requests], folder: Path
 ) -> None:
@@ -355,7 +352,6 @@ def test_processes_started_in_vllms_own_way(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_shared_experts_beside_combine(
     requests_of: Callable[[TinyModel], Requests], folder: Path
 ) -> None:
@@ -384,7 +380,6 @@ def test_latent_attention(requests_of: Callable[[TinyModel], Requests], folder: 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_deepseek_with_tensor_parallelism(
     requests_of: Callable[[TinyModel], Requests], folder: Path
 ) -> None:
@@ -502,7 +497,6 @@ def test_ranks_choose_their_manager_together(folder: Path) -> None:
     assert warned == 2, "once for each of the two times, by rank 0"
 
 
-@pytest.mark.timeout(900)
 def test_ranks_whose_rows_get_lost_do_not_serve(folder: Path) -> None:
     """The self-check finds it before weights are looked for, and every rank stops."""
     checkpoint = without_weights(write_checkpoint(folder / "lost, no weights", QWEN3))
@@ -554,7 +548,6 @@ def test_an_audited_server_whose_rows_are_overwritten(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_ray(requests_of: Callable[[TinyModel], Requests], folder: Path) -> None:
     """Engines are Ray's actors, and so are their workers: vLLM then takes its executor for Ray.
 

@@ -20,12 +20,10 @@ ROOT = Path(__file__).resolve().parents[3]
 WITH_TRITON = "tests/sglang/test_triton_runner.py"
 
 
-@pytest.mark.timeout(900)
 def test_every_test_that_needs_sglang_passes_beside_it() -> None:
     _check(["tests/sglang", f"--ignore={WITH_TRITON}"], {})
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.long
 @pytest.mark.parametrize("marked", ["not long", "long"])
 def test_sglangs_triton_runner_passes_there_too(marked: str, tmp_path: Path) -> None:

@@ -42,8 +42,6 @@ from tests.support.fake_cuda import ptx
 from tests.support.fake_cuda.transport import OnFakeDriver, install
 from tests.support.ranks import run_processes
 
-pytestmark = pytest.mark.timeout(300)
-
 NUM_ROUNDS = 6
 SCALE = torch.ones(1)
 

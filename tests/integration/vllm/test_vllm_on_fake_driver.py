@@ -43,9 +43,6 @@ from tests.support.fake_cuda import ptx
 from tests.support.fake_cuda.transport import OnFakeDriver, capturing, install
 from tests.support.ranks import run_processes
 
-pytestmark = pytest.mark.timeout(300)
-
-
 NUM_ROUNDS = 6
 #: What a round asks the driver beside its launches. None of them waits for a stream or makes one
 #: wait, such as the stream of vLLM's shared experts.

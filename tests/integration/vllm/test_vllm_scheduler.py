@@ -618,7 +618,7 @@ print(generate_latest(registry).decode())
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=600,
     )
     shown = done.stdout
     assert 'moe_nvlink_capacity_waiting_requests{engine="3"} 4.0' in shown

@@ -27,6 +27,5 @@ def test_every_layer_is_served_or_refused_for_a_reason() -> None:
 @pytest.mark.skipif(
     vllm.__version__.split("+")[0] != "0.33.0", reason="this is not vLLM 0.33: test_vllm33.py"
 )
-@pytest.mark.timeout(900)
 def test_the_page_is_what_is_decided() -> None:
     assert selection.page() == selection.PAGE.read_text("utf-8")

@@ -28,8 +28,6 @@ from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen
 from tests.support import case_list, delays, emulated
 from tests.support.long_tests import first_of
 
-pytestmark = pytest.mark.timeout(240)
-
 FIVE = Case(
     name="five ranks",
     tokens=(8, 0, 5, 7, 3),

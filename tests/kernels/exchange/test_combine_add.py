@@ -21,8 +21,6 @@ from moe_nvlink_plugin.verify import cases, compare
 from moe_nvlink_plugin.verify.cases import ADDS, COMBINE_FORMATS, Case
 from tests.support import case_list, emulated
 
-pytestmark = pytest.mark.timeout(240)
-
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 #: None; one that is no number of float32; one that makes +0.0 of -0.0.
 SCALES = (1.0, 1 / 3, -2.5)

@@ -9,8 +9,6 @@ import pytest
 from tests.support import comings
 from tests.support.ranks import run_processes
 
-pytestmark = pytest.mark.timeout(150)
-
 
 @pytest.mark.parametrize("small", [pytest.param(False, marks=pytest.mark.long), True])
 def test_ranks_that_come_and_go(small: bool, tmp_path: Path) -> None:

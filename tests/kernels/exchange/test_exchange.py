@@ -21,8 +21,6 @@ from moe_nvlink_plugin.verify.cases import RECIPES, Case, Inputs
 from tests.support import case_list, delays
 from tests.support.case_list import CASES, RECIPE_CASES
 
-pytestmark = pytest.mark.timeout(180)
-
 
 def name_of(case: Case) -> str:
     return case.name.replace(" ", "-")

@@ -26,8 +26,6 @@ from tests.kernels.exchange.small.test_small_dispatch import broken
 from tests.support import case_list
 from tests.support.long_tests import first_of
 
-pytestmark = pytest.mark.timeout(240)
-
 #: Twelve experts of five ranks; a block of counts is four units.
 FIVE = Case(
     name="five ranks",

@@ -19,8 +19,6 @@ from tests.kernels.exchange import test_survivors
 from tests.support import emulated, emulated_text, sanitizers
 from tests.support.sanitizers import Bugs, Edit, instead
 
-pytestmark = pytest.mark.timeout(600)
-
 #: Of waits for a rank that is left out. The checks have waits of their own that are in time.
 TIMEOUT_S = 2.0
 

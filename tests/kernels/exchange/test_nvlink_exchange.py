@@ -25,7 +25,6 @@ from tests.support.fake_cuda.transport import install
 from tests.support.ranks import run_processes
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
-pytestmark = pytest.mark.timeout(200)
 
 RANKS = 3
 SMALL = Case(name="small", tokens=(5, 0, 8), num_experts=7, top_k=3, routing="invalid")

@@ -12,8 +12,6 @@ from moe_nvlink_plugin.verify import cases
 from tests.support import ranks as processes
 from tests.support import real_path
 
-pytestmark = pytest.mark.timeout(240)
-
 each_kind = pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
 
 

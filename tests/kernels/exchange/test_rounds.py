@@ -27,8 +27,6 @@ from tests.support import delays, emulated
 from tests.support import ranks as processes
 from tests.support.emulated import EmulatedRanks
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def poison_received(received: Dispatched) -> None:
     """Spoils all a round received, the ids of the empty slots included.

@@ -40,8 +40,6 @@ from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen
 from tests.support.long_tests import first_of
 from tests.support.ranks import run_processes
 
-pytestmark = pytest.mark.timeout(600)
-
 TIMEOUT_S = 4.0
 
 _DYING = """

@@ -27,8 +27,6 @@ from tests.support import ranks as processes
 from tests.support.fake_cuda.transport import capturing
 from tests.support.long_tests import first_of
 
-pytestmark = pytest.mark.timeout(240)
-
 each_kind = pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
 
 

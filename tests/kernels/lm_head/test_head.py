@@ -24,8 +24,6 @@ from tests.support.head_ranks import (
 from tests.support.ranks import run_threads
 from tests.support.sanitizers import Bugs, instead
 
-pytestmark = pytest.mark.timeout(240)
-
 MOST_SPLITS = constants()["kMaxHeadSplits"]
 
 

@@ -11,8 +11,6 @@ from tests.support import ranks as processes
 from tests.support import real_head
 from tests.support.small_head import ids_of
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.mark.parametrize("dtype", real_head.DTYPES)
 def test_one_rank(dtype: torch.dtype) -> None:

@@ -25,7 +25,7 @@ from moe_nvlink_plugin.launch.kernel import Variant
 from tests.support.ptx import build
 
 #: A parameter of tests that run on PTX by `-m long` only: they compile for a minute or more.
-LONG = pytest.param("ptx", marks=(pytest.mark.long, pytest.mark.timeout(900)))
+LONG = pytest.param("ptx", marks=pytest.mark.long)
 
 
 class Unit(NamedTuple):

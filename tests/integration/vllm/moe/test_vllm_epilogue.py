@@ -537,7 +537,6 @@ def micro_batches_body(rank: int, size: int) -> list[tuple[list[bool], list[str]
     return [_format_body(group, *one) for one in FORMATS]
 
 
-@pytest.mark.timeout(300)
 def test_micro_batches_hide_each_others_verbs(tmp_path: Path) -> None:
     """Bits as of one batch after the other; between start and end of a verb the other works."""
     for results in run_processes(2, micro_batches_body, tmp_path):

@@ -217,6 +217,5 @@ def rank_main(rank: int, ep_size: int) -> None:
     share_scales(SimpleNamespace(w13_input_scale=None), pytest.fail)
 
 
-@pytest.mark.timeout(120)
 def test_ranks_share_their_scales(tmp_path: Path) -> None:
     run_processes(2, rank_main, tmp_path)

@@ -41,7 +41,6 @@ from tests.integration.vllm.moe.vllm_mxfp4 import (
     rows_and_choices,
 )
 
-pytestmark = pytest.mark.timeout(600)
 #: Of the largest number. Rounded to BF16, and not by `dense`: the output for each choice, a rank's
 #: sum and the sum of ranks, and before the gate the rows of the class that is not fused.
 MOST_ERROR = 2**-6

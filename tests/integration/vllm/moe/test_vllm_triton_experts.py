@@ -32,8 +32,6 @@ from tests.support import vllm_experts_ranks
 from tests.support.vllm_experts_ranks import error_of
 from tests.support.vllm_sizes import GPU_SCHEMES
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture(autouse=True)
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

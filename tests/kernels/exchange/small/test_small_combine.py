@@ -23,8 +23,6 @@ from moe_nvlink_plugin.verify.cases import Case, Inputs
 from tests.support import emulated
 from tests.support.delays import replace_once
 
-pytestmark = pytest.mark.timeout(240)
-
 KERNELS = Family("", (DISPATCH, COMBINE, SMALL_COMBINE))
 #: A CTA of several threads, as the thread sanitizer runs it.
 FOUR_THREADS = (*emulated.FLAGS, "-DMOE_NVLINK_CTA_THREADS=4")

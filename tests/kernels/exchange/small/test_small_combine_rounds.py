@@ -23,8 +23,6 @@ from moe_nvlink_plugin.verify.cases import Case, Seen
 from tests.kernels.exchange.test_rounds import check_rounds, poisoned_round, varying_inputs
 from tests.support import delays, emulated
 
-pytestmark = pytest.mark.timeout(240)
-
 RANKS = 3
 ROUNDS = 24
 SMALL = Case(

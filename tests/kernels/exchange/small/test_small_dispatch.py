@@ -36,8 +36,6 @@ from tests.kernels.exchange.test_rounds import (
 from tests.support import case_list, emulated
 from tests.support.delays import replace_once
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def small(case: Case) -> Case:
     return dataclasses.replace(case, small=True)
