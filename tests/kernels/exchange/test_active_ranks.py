@@ -425,8 +425,3 @@ def check_left_out_by_oneself(small: bool, monkeypatch: pytest.MonkeyPatch) -> N
             return all(map(torch.equal, payloads, before))
 
     assert run_ranks(2, rank_main) == [True, True]
-
-
-def test_a_mask_of_a_rank_that_is_none() -> None:
-    with pytest.raises(InputError, match=r"rank 8 is not in 0\.\.7; name ranks of the exchange"):
-        rank_mask((1, 8), 8)

@@ -164,27 +164,6 @@ def test_two_channels_in_flight() -> None:
             compare.assert_same_bits(combined, expected, f"channel {channel} on rank {rank}")
 
 
-def test_output_is_written_in_place() -> None:
-    case = Case(name="in place", tokens=(8, 3))
-    inputs = cases.make_inputs(case)
-
-    def rank_main(group: ThreadGroup) -> tuple[bool, torch.Tensor]:
-        config = case.config(group.rank)
-        with MoeAllToAll.create(config, group) as exchange:
-            received = exchange.dispatch(*inputs[group.rank])
-            rows = cases.expert_rows(
-                config, group.rank, received.hidden_states, received.topk_ids, received.topk_weights
-            )
-            output = torch.full((case.tokens[group.rank], case.hidden_size), float("nan"))
-            returned = exchange.combine(rows, received.metadata, output=output)
-            return returned is output, output
-
-    for rank, (same, output) in enumerate(run_ranks(case.ep_size, rank_main)):
-        assert same
-        expected = compare.expected_combined(case, inputs[rank], rank)
-        compare.assert_same_bits(output, expected, f"rank {rank}")
-
-
 # Who weights, who adds.
 
 
