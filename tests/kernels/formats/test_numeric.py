@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 
-from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants
-from tests.support import kernel_texts
+from tests.kernels.formats.test_quantisers import on_host
 
 FORMATS = pytest.mark.parametrize(
     ("element", "dtype"), [("kElementBf16", torch.bfloat16), ("kElementFp16", torch.float16)]
@@ -17,10 +14,7 @@ FORMATS = pytest.mark.parametrize(
 
 
 def convert(name: str, element: str, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    code = constants()[element]
-    function = getattr(host.load(kernel_texts.host_source())._library, f"moe_nvlink_{name}")
-    pointers = ctypes.c_void_p(source.data_ptr()), ctypes.c_void_p(target.data_ptr())
-    function(code, *pointers, ctypes.c_int64(source.numel()))
+    on_host(name, constants()[element], source, target, source.numel())
     return target
 
 

@@ -151,16 +151,6 @@ def test_recipe_is_the_kernels_arithmetic(name: str) -> None:
         )
 
 
-NEAREST_E4M3 = fp8.to_e4m3
-
-
-def truncated(values: torch.Tensor) -> torch.Tensor:
-    """e4m3 toward zero."""
-    nearest = NEAREST_E4M3(values)
-    beyond = nearest.float().abs() > values.abs()
-    return (nearest.view(torch.uint8) - beyond.to(torch.uint8)).view(fp8.E4M3)
-
-
 def by_reciprocal(blocks: torch.Tensor, scales: torch.Tensor) -> QuantisedRows:
     return QuantisedRows(fp8.to_e4m3(blocks * (1.0 / scales)[:, :, None]).flatten(1), scales)
 
@@ -195,7 +185,7 @@ def test_mistakes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found("nvfp4", lambda *a: with_nibbles_swapped(nvfp4.NVFP4.quantise(*a)))
     for module, recipe in ((fp8, fp8.FP8_TOKEN), (mxfp8, mxfp8.MXFP8)):
         with monkeypatch.context() as patch:
-            patch.setattr(module, "to_e4m3", truncated)
+            patch.setattr(module, "to_e4m3", rows_of.truncated_e4m3)
             assert found(recipe.name, recipe.quantise)
     with monkeypatch.context() as patch:
         patch.setattr(mxfp8, "_exponents", by_logarithm)
@@ -221,19 +211,9 @@ def nvfp4_codes_half_up(values: torch.Tensor) -> torch.Tensor:
 # ---- Conversions.
 
 
-def hard_numbers() -> torch.Tensor:
-    """fp32: all bf16 and fp16 numbers, e4m3's and e2m1's ties and what is beside them, any bits."""
-    numbers = [rows_of.patterns(dtype).float() for dtype in DTYPES[:2]]
-    both = (rows_of.E4M3_NUMBERS, rows_of.E2M1_NUMBERS)
-    numbers += [rows_of.tied_rows(2, steps, range(1)).flatten() for steps in both]
-    limits = torch.tensor([448.0, 464.0, 480.0, 5.0, 6.0, 2.0**-10, 2.0**-9, 0.25])
-    bits = torch.randint(-(2**31), 2**31, (300_000,), generator=torch.Generator().manual_seed(4))
-    return torch.cat([*numbers, limits, -limits, bits.to(torch.int32).view(torch.float32)])
-
-
 def test_e4m3_is_ml_dtypes_and_torchs() -> None:
     """ml_dtypes has NaN beyond 464, where we saturate as torch 2.13 does and the hardware."""
-    values = hard_numbers()
+    values = rows_of.hard_numbers()
     ours = fp8.to_e4m3(values)
     with np.errstate(invalid="ignore"):
         theirs = torch.from_numpy(values.numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
@@ -248,7 +228,7 @@ def test_e4m3_is_ml_dtypes_and_torchs() -> None:
 
 def test_e2m1_is_ml_dtypes() -> None:
     """NaN apart, which ml_dtypes makes -0: ours is 7, as NVIDIA's conversion has it."""
-    values = hard_numbers()
+    values = rows_of.hard_numbers()
     with np.errstate(invalid="ignore"):
         theirs = values.numpy().astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
     numbers = ~values.isnan()
