@@ -42,10 +42,10 @@ def test_every_finish(add: str, scale: float, dtype: torch.dtype) -> None:
     check(dataclasses.replace(RAGGED, dtype=dtype, add=add, scale=scale))
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 6, 7, 8, 13, 22, 32])
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 5, 6, 7, 8, 13, 22, 32])
 def test_every_top_k(top_k: int) -> None:
     """Each number of partial rows has a sum of its own on CPU ranks."""
-    for dtype in (BF16, FP32):
+    for dtype in (BF16, FP16, FP32):
         case = Case(tokens=(3, 8, 0, 4, 5), num_experts=max(16, top_k), top_k=top_k, dtype=dtype)
         check(dataclasses.replace(case, hidden_size=38, add="in place", scale=1 / 3))
 

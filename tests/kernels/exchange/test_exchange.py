@@ -133,37 +133,6 @@ def test_same_bits_though_the_slots_differ(monkeypatch: pytest.MonkeyPatch) -> N
             compare.assert_same_bits(mine.combined, first.combined, "race")
 
 
-def test_two_channels_in_flight() -> None:
-    """Dispatch on both, then combine in the other order."""
-    case = Case(name="in flight", tokens=(8, 3, 6), num_channels=2)
-    inputs = [cases.make_inputs(case, seed=channel) for channel in range(2)]
-
-    def rank_main(group: ThreadGroup) -> list[torch.Tensor]:
-        config = case.config(group.rank)
-        with MoeAllToAll.create(config, group) as exchange:
-            received = [
-                exchange.dispatch(*inputs[channel][group.rank], channel=channel)
-                for channel in range(2)
-            ]
-            for channel in range(2):
-                mine = received[channel]
-                exchange.combine_input(channel=channel).copy_(
-                    cases.expert_rows(
-                        config, group.rank, mine.hidden_states, mine.topk_ids, mine.topk_weights
-                    )
-                )
-            combined = {}
-            for channel in (1, 0):
-                region = exchange.combine_input(channel=channel)
-                combined[channel] = exchange.combine(region, received[channel].metadata)
-            return [combined[0], combined[1]]
-
-    for rank, both in enumerate(run_ranks(case.ep_size, rank_main)):
-        for channel, combined in enumerate(both):
-            expected = compare.expected_combined(case, inputs[channel][rank], rank)
-            compare.assert_same_bits(combined, expected, f"channel {channel} on rank {rank}")
-
-
 # Who weights, who adds.
 
 

@@ -129,31 +129,6 @@ def check_rounds(case: Case, rounds: int = 2, **options: Any) -> None:
                 check(ranks, case, inputs)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 5, 8, 13, 22, 32])
-def test_every_top_k(top_k: int, dtype: torch.dtype) -> None:
-    case = Case(
-        tokens=(3, 5, 0, 8), num_experts=max(16, top_k), top_k=top_k, hidden_size=70, dtype=dtype
-    )
-    check_rounds(case)
-
-
-@pytest.mark.parametrize("routing", sorted(cases.ROUTINGS))
-def test_every_routing(routing: str) -> None:
-    """Ranks named twice, ids that are no experts, tokens without an expert (zeros)."""
-    for dtype in (BF16, FP32):
-        ids_dtype = torch.int64 if routing == "wrapping" else torch.int32
-        case = Case(
-            tokens=(8, 3, 5),
-            top_k=6,
-            routing=routing,
-            hidden_size=26,
-            dtype=dtype,
-            ids_dtype=ids_dtype,
-        )
-        check_rounds(case)
-
-
 @pytest.mark.parametrize(
     ("hidden_size", "dtype"),
     [
