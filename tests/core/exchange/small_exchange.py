@@ -8,9 +8,13 @@ from typing import Any
 import torch
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
-from moe_nvlink_plugin.testing import ThreadGroup
+from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
 
 HIDDEN, TOP_K, CAPACITY = 8, 2, 4
+
+
+#: Hidden states, ids and weights.
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def config(ep_size: int = 1, ep_rank: int = 0, **values: Any) -> AllToAllConfig:
@@ -47,6 +51,11 @@ def good(num_tokens: int = 3) -> dict[str, Any]:
 def plain(num_tokens: int = 3) -> dict[str, Any]:
     """The same without an extra payload, for which `config` has no room."""
     return {**good(num_tokens), "extra_payloads": ()}
+
+
+def inputs_of(layer: MoeAllToAll, num_tokens: int, seed: int = 0) -> Inputs:
+    """Random ones."""
+    return random_inputs(layer.config, num_tokens, torch.Generator().manual_seed(seed))
 
 
 def round_of(layer: MoeAllToAll, **inputs: Any) -> torch.Tensor:

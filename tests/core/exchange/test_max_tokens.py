@@ -12,9 +12,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.errors import DisagreementError, InputError
-from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.core.exchange.opcheck import opcheck_dispatch
-from tests.core.exchange.small_exchange import sized
+from tests.core.exchange.small_exchange import Inputs, inputs_of, sized
 from tests.kernels.exchange.test_received import filled_places, laid_out
 
 pytestmark = pytest.mark.timeout(240)
@@ -27,11 +27,6 @@ UNTOUCHED = 77
 
 
 config = sized(num_experts=NUM_EXPERTS, top_k=3, hidden_size=HIDDEN, max_tokens_per_rank=CAPACITY)
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def inputs_of(layer: MoeAllToAll, num_tokens: int, seed: int = 0) -> Inputs:
-    return random_inputs(layer.config, num_tokens, torch.Generator().manual_seed(seed))
 
 
 def dense(inputs: Inputs) -> torch.Tensor:
