@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -57,12 +57,6 @@ def scale_for(layer: MoeAllToAll) -> torch.Tensor | None:
     recipe = layer.recipe
     assert isinstance(recipe, QuantisingRecipe)
     return torch.tensor(3.0) if recipe.needs_global_scale else None
-
-
-@pytest.fixture(params=RECIPES)
-def layer(request: pytest.FixtureRequest) -> Iterator[MoeAllToAll]:
-    with alone(recipe=request.param) as made:
-        yield made
 
 
 # What is taken.
@@ -126,8 +120,10 @@ def opcheck(layer: MoeAllToAll, *mask: torch.Tensor) -> None:
         torch.library.opcheck(torch.ops.moe_nvlink.received_scales.default, (counts, handle, 0))
 
 
-def test_opcheck(layer: MoeAllToAll) -> None:
-    opcheck(layer)
+@pytest.mark.parametrize("name", RECIPES)
+def test_opcheck(name: str) -> None:
+    with alone(recipe=name) as layer:
+        opcheck(layer)
 
 
 @pytest.mark.parametrize(
@@ -240,21 +236,33 @@ def test_ranks_that_differ(field: str, values: tuple[Any, Any]) -> None:
         assert f"{field}: rank 0 has {values[0]}, rank 1 has {values[1]}" in str(outcome)
 
 
-@pytest.mark.parametrize("values", [{"recipe": "fp8_block"}, {"received_ids": "elsewhere"}])
-def test_ranks_in_layers_of_different_formats(values: dict[str, Any]) -> None:
+@pytest.mark.parametrize("small_tokens", [0, CAPACITY], ids=["bulk", "small"])
+@pytest.mark.parametrize(
+    "values",
+    [{"recipe": "fp8_block"}, {"received_ids": "elsewhere"}, {"num_expert_counts": 4}],
+    ids=str,
+)
+def test_ranks_in_layers_of_different_formats(values: dict[str, Any], small_tokens: int) -> None:
     """Same geometry, but rows of other bytes: they must not be taken for each other's."""
 
     def rank_main(group: ThreadGroup) -> None:
+        mine = config(group, small_tokens=small_tokens)
+        other_config = dataclasses.replace(mine, **values)
         with (
-            MoeAllToAll.create(config(group), group) as plain,
-            MoeAllToAll.create(config(group, **values), group, share_with=plain) as other,
+            MoeAllToAll.create(mine, group) as plain,
+            MoeAllToAll.create(other_config, group, share_with=plain) as other,
         ):
-            (plain, other)[group.rank].dispatch(*inputs())
+            try:
+                (plain, other)[group.rank].dispatch(*inputs())
+            finally:
+                group.all_gather_object(None)
 
-    for outcome in try_ranks(2, rank_main):
+    for rank, outcome in enumerate(try_ranks(2, rank_main)):
         assert isinstance(outcome, DisagreementError), repr(outcome)
         assert "another geometry" in str(outcome)
         assert "received_ids=" in str(outcome)
+        counts = rank and values.get("num_expert_counts", 0)
+        assert f"num_expert_counts={counts}" in str(outcome)
 
 
 ROWS = torch.zeros(3, HIDDEN, dtype=torch.float8_e4m3fn)
