@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import re
 import sys
 from pathlib import Path
@@ -339,20 +338,6 @@ def test_the_mirror_of_rounds_args_is_the_struct() -> None:
     names = [field[0] for field in emulated_text.RoundsArgs._fields_]
     struct = emulated_text._ROUNDS.split("struct RoundsArgs {")[1].split("};")[0]
     assert re.findall(r"(\w+);", struct) == names
-
-
-def test_the_real_layout_is_packed() -> None:
-    """No region of a rank overlaps another; channels neither."""
-    case = Case(name="packed", tokens=(1, 1), num_channels=2, extras=((torch.uint8, (3,)),))
-    with contextlib.closing(emulated.make_backend("cpu", case)) as backend:
-        ranks = emulated.EmulatedRanks.of_case(case, backend)
-    regions = sorted(
-        (region.offset, region.size_bytes) for of in ranks.regions for region in of.values()
-    )
-    for (offset, size), (following, _size) in itertools.pairwise(regions):
-        assert offset % constants()["kRegionAlignment"] == 0
-        assert offset + size <= following
-    assert ranks.memory.shape[1] >= regions[-1][0] + regions[-1][1]
 
 
 def test_what_was_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
