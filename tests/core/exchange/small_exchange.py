@@ -1,13 +1,16 @@
-"""A small exchange and good inputs for it, for the tests of what goes wrong."""
+"""A small exchange, good inputs for it, and torch.library.opcheck of its op dispatch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin.exchange.calls import Combine, Dispatch
+from moe_nvlink_plugin.exchange.channel import Channel
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
 
 HIDDEN, TOP_K, CAPACITY = 8, 2, 4
@@ -67,3 +70,24 @@ def round_of(layer: MoeAllToAll, **inputs: Any) -> torch.Tensor:
 def assert_still_works(layer: MoeAllToAll, inputs: dict[str, Any] | None = None) -> None:
     given = good() if inputs is None else inputs
     assert torch.equal(round_of(layer, **given), given["hidden_states"])
+
+
+def opcheck_dispatch(exchange: MoeAllToAll, arguments: tuple[Any, ...]) -> None:
+    """Runs opcheck, which calls the op again and again, with a combine behind each dispatch.
+
+    The kernel reports a dispatch that follows another without its combine.
+    """
+    layer = exchange._layer
+    start = layer.start_dispatch
+
+    def whole_round(call: Dispatch, pending: torch.Tensor) -> tuple[Channel, torch.Tensor]:
+        channel, slots = start(call, pending)
+        rows = channel.combine_input(
+            channel.max_tokens, layer.config.dtype, layer.config.hidden_size
+        )
+        output = rows.new_empty(len(slots), layer.config.hidden_size)
+        channel.combine(Combine(rows, slots, output, layer.handle, channel.index), output)
+        return channel, slots
+
+    with mock.patch.object(layer, "start_dispatch", whole_round):
+        torch.library.opcheck(torch.ops.moe_nvlink.dispatch.default, arguments)

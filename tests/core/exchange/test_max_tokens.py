@@ -13,8 +13,7 @@ from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.errors import DisagreementError, InputError
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
-from tests.core.exchange.opcheck import opcheck_dispatch
-from tests.core.exchange.small_exchange import Inputs, inputs_of, sized
+from tests.core.exchange.small_exchange import Inputs, inputs_of, opcheck_dispatch, sized
 from tests.kernels.exchange.test_received import filled_places, laid_out
 
 pytestmark = pytest.mark.timeout(240)

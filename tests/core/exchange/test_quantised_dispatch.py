@@ -17,7 +17,7 @@ from moe_nvlink_plugin.exchange.arguments import quantiser_code
 from moe_nvlink_plugin.recipes import FP8_BLOCK, MXFP8, PayloadRow
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.core.exchange import small_exchange
-from tests.core.exchange.opcheck import opcheck_dispatch
+from tests.core.exchange.small_exchange import opcheck_dispatch
 
 pytestmark = pytest.mark.timeout(120)
 
