@@ -22,9 +22,8 @@ from moe_nvlink_plugin.verify.cases import Case
 from tests.kernels import test_sanitizers
 from tests.kernels.exchange.test_combine_formats import check_every_code_and_scale
 from tests.kernels.formats import quantiser_rows as rows_of
-from tests.kernels.formats import test_numeric
 from tests.kernels.formats.quantiser_rows import BLOCKS, RECIPES, assert_same
-from tests.kernels.formats.test_quantisers import by_kernel
+from tests.kernels.formats.test_quantisers import by_kernel, interesting_fp32
 from tests.support import aarch64, emulated, kernel_texts, sanitizers
 from tests.support.aarch64 import Aarch64Backend, Calls
 
@@ -77,7 +76,7 @@ def test_conversions(dtype: torch.dtype, calls: Calls) -> None:
     floats = torch.empty(len(patterns))
     calls.call("to_float", element, patterns, floats, len(patterns))
     assert not bool(rows_of.differing(floats, patterns.float()).any())
-    numbers = test_numeric.interesting_fp32()[::8].view(torch.float32).contiguous()
+    numbers = interesting_fp32()[::8].view(torch.float32).contiguous()
     rounded = torch.empty(len(numbers), dtype=dtype)
     calls.call("from_float", element, numbers, rounded, len(numbers))
     assert not bool(rows_of.differing(rounded, numbers.to(dtype)).any())

@@ -21,7 +21,7 @@ from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from moe_nvlink_plugin.verify import cases
 from moe_nvlink_plugin.verify.cases import RECIPES, Case
 from tests.kernels.exchange import test_combine_formats
-from tests.kernels.formats import quantiser_rows, test_numeric, test_quantisers
+from tests.kernels.formats import quantiser_rows, test_quantisers
 from tests.kernels.lm_head import test_head
 from tests.support import builds, case_list
 
@@ -95,8 +95,8 @@ def test_special_rows_that_travel_back(name: str) -> None:
 @pytest.mark.parametrize("element", ["kElementBf16", "kElementFp16"])
 def test_conversions(element: str) -> None:
     dtype = torch.bfloat16 if element == "kElementBf16" else torch.float16
-    test_numeric.test_every_16_bit_pattern_to_fp32(element, dtype)
-    test_numeric.test_fp32_to_16_bits(element, dtype)
+    test_quantisers.test_every_16_bit_pattern_to_fp32(element, dtype)
+    test_quantisers.test_fp32_to_16_bits(element, dtype)
 
 
 def test_division() -> None:
