@@ -5,7 +5,6 @@ Each rank is a thread that goes on as soon as its own verb has ended.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -15,12 +14,12 @@ import torch
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
-from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from moe_nvlink_plugin.verify import cases
 from moe_nvlink_plugin.verify.cases import Case, Seen
-from tests.kernels.exchange.test_rounds import check_rounds, poisoned_round, varying_inputs
+from tests.kernels.exchange.test_rounds import check_rounds, poisoned_round
 from tests.support import delays, emulated
+from tests.support.emulated import varying_inputs
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -155,26 +154,3 @@ def test_stagings_are_zero_two_rounds_later() -> None:
             return used
 
     assert run_ranks(RANKS, rank_main) == [[False] * len(inputs)] * RANKS
-
-
-def test_the_variable_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MOE_NVLINK_SMALL_TOKENS: the words that the last combine has left say which kernel it was."""
-    case = dataclasses.replace(SMALL, tokens=(3, 1, 5))
-    inputs = cases.make_inputs(case)
-
-    def has_pulled(group: ThreadGroup) -> int:
-        config = dataclasses.replace(case.config(group.rank), small_tokens=None)
-        with MoeAllToAll.create(config, group) as layer:
-            cases.run_round(layer, inputs[group.rank])
-            workspace = layer._layer.workspace
-            region = workspace.layout.channel_regions(0)["local"]
-            kind = structs()["LocalControl"]
-            words = workspace.region_bytes(region, ctypes.sizeof(kind))
-            control = kind.from_buffer_copy(bytes(words.tolist()))
-            assert control.combined_epoch == 1
-            return int(control.has_pulled)
-
-    monkeypatch.delenv("MOE_NVLINK_SMALL_TOKENS", raising=False)
-    assert run_ranks(RANKS, has_pulled) == [1] * RANKS
-    monkeypatch.setenv("MOE_NVLINK_SMALL_TOKENS", "64")
-    assert run_ranks(RANKS, has_pulled) == [0] * RANKS

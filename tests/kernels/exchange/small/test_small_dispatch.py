@@ -26,14 +26,10 @@ from moe_nvlink_plugin.launch.kernel import Family
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from moe_nvlink_plugin.verify import cases, compare
 from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen
-from tests.kernels.exchange.test_rounds import (
-    check_rounds,
-    poisoned_round,
-    sometimes,
-    varying_inputs,
-)
+from tests.kernels.exchange.test_rounds import check_rounds, poisoned_round, sometimes
 from tests.support import case_list, emulated
 from tests.support.delays import replace_once
+from tests.support.emulated import varying_inputs
 
 pytestmark = pytest.mark.timeout(240)
 
