@@ -1,4 +1,5 @@
-"""The host library for other processors than this one gives the same bits: those of the oracle.
+"""The host library for other processors than this one, and that of the oldest compiler, give the
+same bits: those of the oracle.
 
 What rounds could differ between builds (a fused multiply-add, a reciprocal, an order of additions),
 and so could what a compiler takes for a vector. Every other test of the host library runs the build
@@ -34,13 +35,18 @@ CASE = Case(name="build", tokens=(5, 0, 8), num_experts=12, top_k=7, hidden_size
 #: The product's, which a fixture replaces.
 LOAD = host.load
 
+#: The compiler, None: the one that this machine calls g++; and the processor. The oldest compiler
+#: with the code for AVX-512, of which compilers differ most in what they know.
+BUILDS = [pytest.param((None, level), id=level) for level in builds.LEVELS]
+OLDEST = pytest.param((builds.OLDEST, "x86-64-v4"), id=builds.OLDEST, marks=builds.HAS_OLDEST)
 
-@pytest.fixture(scope="module", params=builds.LEVELS)
+
+@pytest.fixture(scope="module", params=[*BUILDS, OLDEST])
 def built(request: pytest.FixtureRequest) -> host.HostLibrary:
-    level: str = request.param
+    compiler, level = request.param
     if lacking := builds.missing(level):
         pytest.skip(f"this processor cannot execute {level}: it lacks {', '.join(lacking)}")
-    return builds.library(level)
+    return host.HostLibrary(builds.library(level, compiler))
 
 
 @pytest.fixture(autouse=True)
