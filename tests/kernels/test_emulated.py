@@ -316,14 +316,6 @@ def _sanitized_programs() -> None:
             sanitized.main()
 
 
-def test_grid_arithmetic() -> None:
-    assert emulated.ctas_per_rank(64, H100_SMS, 8, 100) == 16
-    assert emulated.ctas_per_rank(64, H100_SMS, 1, 100) == 2
-    assert emulated.ctas_per_rank(8, H100_SMS, 3, 4) == 4
-    with pytest.raises(UnsupportedError, match="133 emulated ranks need 133 resident CTAs"):
-        emulated.ctas_per_rank(133, H100_SMS, 1, 1)
-
-
 def test_arguments_of_all_ranks_fit_into_one_launch() -> None:
     assert emulated.most_ranks_for(1) == emulated.most_ranks_for(8) == 8
     assert emulated.most_ranks_for(9) == emulated.most_ranks_for(64) == 64
