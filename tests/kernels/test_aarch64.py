@@ -15,19 +15,15 @@ import pytest
 import torch
 
 from moe_nvlink_plugin.exchange.kernels import COMBINE
-from moe_nvlink_plugin.jit import header
 from moe_nvlink_plugin.launch.arguments import element_code
-from moe_nvlink_plugin.recipes import QuantisedRows, combine_formats
 from moe_nvlink_plugin.recipes.combine_formats import FORMATS
 from moe_nvlink_plugin.verify import cases
 from moe_nvlink_plugin.verify.cases import Case
-from moe_nvlink_plugin.verify.compare import assert_same_bits, one_nan
 from tests.kernels import test_sanitizers
-from tests.kernels.exchange import test_combine_formats as formats_of
+from tests.kernels.exchange.test_combine_formats import check_every_code_and_scale
 from tests.kernels.formats import quantiser_rows as rows_of
-from tests.kernels.formats import test_numeric
 from tests.kernels.formats.quantiser_rows import BLOCKS, RECIPES, assert_same
-from tests.kernels.formats.test_quantisers import by_kernel
+from tests.kernels.formats.test_quantisers import by_kernel, interesting_fp32
 from tests.support import aarch64, emulated, kernel_texts, sanitizers
 from tests.support.aarch64 import Aarch64Backend, Calls
 
@@ -45,32 +41,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calls(library: Path) -> Iterator[Calls]:
     with aarch64.running(library) as found:
         yield found
-
-
-def quantised(calls: Calls, name: str, source: torch.Tensor, scale: torch.Tensor) -> QuantisedRows:
-    """As test_quantisers.by_kernel."""
-    recipe = RECIPES[name]
-    announced = recipe.hidden_row(source.shape[1]), recipe.scales_row(source.shape[1])
-    outputs = [
-        None
-        if row is None
-        else torch.full((len(source), row.row_bytes), 0xA5, dtype=torch.uint8).view(row.dtype)
-        for row in announced
-    ]
-    rows, scales = outputs
-    assert rows is not None
-    calls.call(
-        "quantise_rows",
-        header.constants()[f"kQuantiser{recipe.quantiser}"],
-        element_code(source.dtype),
-        source,
-        scale,
-        rows,
-        0 if scales is None else scales,
-        len(source),
-        source.shape[1],
-    )
-    return QuantisedRows(rows, scales)
 
 
 def sources(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -96,7 +66,7 @@ def test_quantisers(name: str, dtype: torch.dtype, calls: Calls) -> None:
     for source in sources(name, dtype):
         source = source.contiguous()
         here = by_kernel(name, source, scale)
-        assert_same(quantised(calls, name, source, scale), here, source)
+        assert_same(by_kernel(name, source, scale, calls.call), here, source)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
@@ -106,7 +76,7 @@ def test_conversions(dtype: torch.dtype, calls: Calls) -> None:
     floats = torch.empty(len(patterns))
     calls.call("to_float", element, patterns, floats, len(patterns))
     assert not bool(rows_of.differing(floats, patterns.float()).any())
-    numbers = test_numeric.interesting_fp32()[::8].view(torch.float32).contiguous()
+    numbers = interesting_fp32()[::8].view(torch.float32).contiguous()
     rounded = torch.empty(len(numbers), dtype=dtype)
     calls.call("from_float", element, numbers, rounded, len(numbers))
     assert not bool(rows_of.differing(rounded, numbers.to(dtype)).any())
@@ -116,25 +86,9 @@ def test_conversions(dtype: torch.dtype, calls: Calls) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_code_and_scale(name: str, dtype: torch.dtype, calls: Calls) -> None:
     """Of rows that travel back; as test_combine_formats has it of this machine's build."""
-    quantised = formats_of.every_code_and_scale(name)
-    found = combine_formats.combine_format(name)
-    assert found is not None
-    terms = found.dequantise(quantised)
-    hidden_size = terms.shape[1]
-    codes = header.combine_formats()[name], element_code(dtype)
-    for ks in ([0], [1], [2], [0, 1, 2]):
-        parts = [
-            [
-                0 if one is None else calls.place(one[k].data_ptr(), one[k].nbytes)
-                for one in quantised
-            ]
-            for k in ks
-        ]
-        combined = torch.empty(hidden_size, dtype=dtype)
-        rows = torch.tensor(parts)
-        calls.call("sum_quantised_rows", *codes, rows, combined, len(ks), hidden_size)
-        wanted = formats_of.sum_of(terms[None, ks], dtype)[0]
-        assert_same_bits(one_nan(combined), one_nan(wanted), f"{name}: rows {ks}")
+    check_every_code_and_scale(
+        name, dtype, calls.call, lambda part: calls.place(part.data_ptr(), part.nbytes)
+    )
 
 
 ROUNDS = Case(

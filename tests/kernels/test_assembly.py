@@ -9,6 +9,7 @@ import functools
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,8 @@ from tests.support import builds, kernel_texts
 from tests.support.long_tests import first_of
 
 pytestmark = builds.ON_X86
+
+README = Path(__file__).resolve().parents[2] / "README.md"
 
 #: The build that ranks of this machine load, and what they would load elsewhere.
 EVERY_BUILD = pytest.mark.parametrize("level", ["native", *first_of(builds.LEVELS, 0)])
@@ -111,6 +114,17 @@ def test_a_build_is_for_its_processor(level: str, widest: str) -> None:
     """Or the tests below would look at the same code several times."""
     code = "".join(of_level(level).values())
     assert max(re.findall(r"%([xyz]mm)\d", code)) == widest
+
+
+@pytest.mark.long
+@builds.HAS_OLDEST
+def test_the_oldest_compiler_compiles_the_kernels() -> None:
+    """The oldest that README.md names; test_builds.py runs them."""
+    row = re.search(r"\| host compiler \| g\+\+ (\d+) and newer", README.read_text("utf-8"))
+    assert row is not None
+    assert f"g++-{row[1]}" == builds.OLDEST
+    version = f"GCC: \\([^)]*\\) {row[1]}\\.".encode()  # in the section .comment
+    assert re.search(version, builds.library("x86-64-v4", builds.OLDEST).read_bytes())
 
 
 @EVERY_BUILD

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import re
 import sys
 from pathlib import Path
@@ -315,14 +314,6 @@ def _sanitized_programs() -> None:
             sanitized.main()
 
 
-def test_grid_arithmetic() -> None:
-    assert emulated.ctas_per_rank(64, H100_SMS, 8, 100) == 16
-    assert emulated.ctas_per_rank(64, H100_SMS, 1, 100) == 2
-    assert emulated.ctas_per_rank(8, H100_SMS, 3, 4) == 4
-    with pytest.raises(UnsupportedError, match="133 emulated ranks need 133 resident CTAs"):
-        emulated.ctas_per_rank(133, H100_SMS, 1, 1)
-
-
 def test_arguments_of_all_ranks_fit_into_one_launch() -> None:
     assert emulated.most_ranks_for(1) == emulated.most_ranks_for(8) == 8
     assert emulated.most_ranks_for(9) == emulated.most_ranks_for(64) == 64
@@ -337,20 +328,6 @@ def test_the_mirror_of_rounds_args_is_the_struct() -> None:
     names = [field[0] for field in emulated_text.RoundsArgs._fields_]
     struct = emulated_text._ROUNDS.split("struct RoundsArgs {")[1].split("};")[0]
     assert re.findall(r"(\w+);", struct) == names
-
-
-def test_the_real_layout_is_packed() -> None:
-    """No region of a rank overlaps another; channels neither."""
-    case = Case(name="packed", tokens=(1, 1), num_channels=2, extras=((torch.uint8, (3,)),))
-    with contextlib.closing(emulated.make_backend("cpu", case)) as backend:
-        ranks = emulated.EmulatedRanks.of_case(case, backend)
-    regions = sorted(
-        (region.offset, region.size_bytes) for of in ranks.regions for region in of.values()
-    )
-    for (offset, size), (following, _size) in itertools.pairwise(regions):
-        assert offset % constants()["kRegionAlignment"] == 0
-        assert offset + size <= following
-    assert ranks.memory.shape[1] >= regions[-1][0] + regions[-1][1]
 
 
 def test_what_was_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

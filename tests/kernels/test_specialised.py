@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +19,25 @@ from tests.support import case_list, kernel_texts
 from tests.support.case_list import run_case
 from tests.support.delays import replace_once
 
+#: Ids that are no experts, tokens without an expert, a rank without tokens.
+ROWS = Case(tokens=(8, 3, 0, 7), num_experts=25, top_k=6, routing="invalid", num_threads=2)
+
+Loads = Callable[[host.HostLibrary], None]
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Loads:
+    """Makes a library the one that ranks of this process run."""
+    return lambda library: monkeypatch.setattr(host, "load", lambda _text: library)
+
 
 def built(text: str, *flags: str) -> host.HostLibrary:
     """With -O1: seconds less to compile, and the bits do not depend on it."""
     return host.HostLibrary(host.build(text, (*host.FLAGS, "-O1", *flags)))
+
+
+def check(name: str, case: Case, **values: Any) -> None:
+    case_list.check_case(dataclasses.replace(case, name=name, **values))
 
 
 @pytest.mark.parametrize(
@@ -32,25 +49,10 @@ def built(text: str, *flags: str) -> host.HostLibrary:
     ],
 )
 def test_specialised_build(
-    top_k: int,
-    element: str,
-    dtype: torch.dtype,
-    hidden_size: int,
-    monkeypatch: pytest.MonkeyPatch,
+    top_k: int, element: str, dtype: torch.dtype, hidden_size: int, loads: Loads
 ) -> None:
-    library = built(kernel_texts.specialised_source(top_k, constants()[element], host=True))
-    monkeypatch.setattr(host, "load", lambda _text: library)
-    case = Case(
-        name=f"top_k {top_k}, {element}",
-        tokens=(8, 3, 0, 7),
-        num_experts=25,
-        top_k=top_k,
-        hidden_size=hidden_size,
-        dtype=dtype,
-        routing="invalid",
-        num_threads=2,
-    )
-    case_list.check_case(case)
+    loads(built(kernel_texts.specialised_source(top_k, constants()[element], host=True)))
+    check(element, ROWS, top_k=top_k, hidden_size=hidden_size, dtype=dtype)
 
 
 def streaming_text() -> str:
@@ -71,23 +73,12 @@ def streaming_text() -> str:
     ],
 )
 def test_streamed_rows(
-    dtype: torch.dtype, hidden_size: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, hidden_size: int, num_threads: int, loads: Loads
 ) -> None:
-    library = built(streaming_text())
-    monkeypatch.setattr(host, "load", lambda _text: library)
-    case = Case(
-        name=f"streamed rows of {hidden_size} {dtype}",
-        tokens=(8, 3, 0, 7),
-        num_experts=24,
-        top_k=6,
-        hidden_size=hidden_size,
-        dtype=dtype,
-        routing="invalid",
-        num_threads=num_threads,
-        add="in place",
-        scale=0.3,
-    )
-    case_list.check_case(case)
+    loads(built(streaming_text()))
+    finish = {"add": "in place", "scale": 0.3}
+    sizes = {"dtype": dtype, "hidden_size": hidden_size, "num_threads": num_threads}
+    check("streamed rows", ROWS, **sizes, **finish)
 
 
 @pytest.mark.parametrize(
@@ -104,23 +95,11 @@ def test_streamed_rows(
     ],
 )
 def test_streamed_quantised_rows(
-    recipe: str, back: str, dtype: torch.dtype, hidden_size: int, monkeypatch: pytest.MonkeyPatch
+    recipe: str, back: str, dtype: torch.dtype, hidden_size: int, loads: Loads
 ) -> None:
-    library = built(streaming_text())
-    monkeypatch.setattr(host, "load", lambda _text: library)
-    case = Case(
-        name=f"streamed rows of {recipe}, {back} back, {hidden_size} {dtype}",
-        tokens=(8, 3, 0, 7),
-        num_experts=24,
-        top_k=6,
-        hidden_size=hidden_size,
-        dtype=dtype,
-        recipe=recipe,
-        combine=back,
-        routing="invalid",
-        num_threads=2,
-    )
-    case_list.check_case(case)
+    loads(built(streaming_text()))
+    formats = {"recipe": recipe, "combine": back}
+    check("streamed rows", ROWS, dtype=dtype, hidden_size=hidden_size, **formats)
 
 
 #: platform.h's constants of the host, and what stands there for the GPU.
@@ -155,26 +134,14 @@ def test_constants_of_the_gpu(
     dtype: torch.dtype,
     hidden_size: int,
     cta_threads: int,
-    monkeypatch: pytest.MonkeyPatch,
+    loads: Loads,
 ) -> None:
     """The branches that the host's own constants leave out, with one and with many threads."""
-    library = built(
-        gpu_like_text(top_k, constants()[element]), f"-DMOE_NVLINK_CTA_THREADS={cta_threads}"
-    )
-    monkeypatch.setattr(host, "load", lambda _text: library)
-    case = Case(
-        name=f"{cta_threads} threads, {element}",
-        tokens=(8, 4),
-        num_experts=25,
-        top_k=top_k,
-        hidden_size=hidden_size,
-        dtype=dtype,
-        routing="invalid",
-        num_threads=3,
-        add="in place" if cta_threads > 1 else "unaligned",
-        scale=-0.7,
-    )
-    case_list.check_case(case)
+    flag = f"-DMOE_NVLINK_CTA_THREADS={cta_threads}"
+    loads(built(gpu_like_text(top_k, constants()[element]), flag))
+    finish = {"add": "in place" if cta_threads > 1 else "unaligned", "scale": -0.7}
+    sizes = {"top_k": top_k, "hidden_size": hidden_size, "dtype": dtype}
+    check(element, ROWS, tokens=(8, 4), num_threads=3, **sizes, **finish)
 
 
 #: Lanes as on the GPU: 16 elements each, and those of a block exchange its largest magnitude, here
@@ -214,15 +181,17 @@ LANES_OF_THE_GPU = {
 LANE_THREADS = 16
 
 
-def text_with_lanes(text: str) -> str:
-    """A host text that quantises as a GPU does; for CTAs of LANE_THREADS threads."""
+def library_with_lanes(text: str) -> host.HostLibrary:
+    """Of a host text, which then quantises as a GPU does."""
     for host_text, gpu_text in (AS_ON_THE_GPU | LANES_OF_THE_GPU).items():
         text = replace_once(text, host_text, gpu_text)
-    return text
+    return built(text, f"-DMOE_NVLINK_CTA_THREADS={LANE_THREADS}")
 
 
-def library_with_lanes(text: str) -> host.HostLibrary:
-    return built(text_with_lanes(text), f"-DMOE_NVLINK_CTA_THREADS={LANE_THREADS}")
+@pytest.fixture
+def lanes(loads: Loads) -> None:
+    """Ranks of this process quantise as a GPU does."""
+    loads(library_with_lanes(kernel_texts.host_source()))
 
 
 def quantised_case(recipe: str, hidden_size: int) -> Case:
@@ -250,9 +219,8 @@ def quantised_case(recipe: str, hidden_size: int) -> Case:
         ("nvfp4", 304),
     ],
 )
-def test_lanes_of_the_gpu(recipe: str, hidden_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = library_with_lanes(kernel_texts.host_source())
-    monkeypatch.setattr(host, "load", lambda _text: library)
+@pytest.mark.usefixtures("lanes")
+def test_lanes_of_the_gpu(recipe: str, hidden_size: int) -> None:
     case_list.check_case(quantised_case(recipe, hidden_size))
 
 
@@ -260,23 +228,19 @@ def test_lanes_of_the_gpu(recipe: str, hidden_size: int, monkeypatch: pytest.Mon
     ("combine", "hidden_size"),
     [("fp8_block", 128), ("fp8_block", 384), ("nvfp4", 304), ("fp8_tensor", 304)],
 )
-def test_lanes_of_the_gpu_in_combine(
-    combine: str, hidden_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = library_with_lanes(kernel_texts.host_source())
-    monkeypatch.setattr(host, "load", lambda _text: library)
+@pytest.mark.usefixtures("lanes")
+def test_lanes_of_the_gpu_in_combine(combine: str, hidden_size: int) -> None:
     case = quantised_case("bf16", hidden_size)
     case_list.check_case(dataclasses.replace(case, combine=combine, top_k=4))
 
 
 @pytest.mark.parametrize(("recipe", "hidden_size"), [(None, 42), ("fp8_token", 44), ("mxfp8", 384)])
 @pytest.mark.parametrize("top_k", [3, 4])
+@pytest.mark.usefixtures("lanes")
 def test_lanes_of_the_gpu_in_small_batches(
-    recipe: str | None, hidden_size: int, top_k: int, monkeypatch: pytest.MonkeyPatch
+    recipe: str | None, hidden_size: int, top_k: int
 ) -> None:
     """Slots that lanes count together, ids by vectors where they may, accesses to rows of words."""
-    library = library_with_lanes(kernel_texts.host_source())
-    monkeypatch.setattr(host, "load", lambda _text: library)
     case = quantised_case(recipe or "bf16", hidden_size)
     words: tuple[cases.Extra, ...] = (
         (torch.uint8, (3004,)),
@@ -288,10 +252,9 @@ def test_lanes_of_the_gpu_in_small_batches(
 
 
 @pytest.mark.parametrize("hidden_size", [42, 1600])
-def test_small_batches_from_within_words(hidden_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("lanes")
+def test_small_batches_from_within_words(hidden_size: int) -> None:
     """The rows of a view may begin at any byte; a vector's load would begin before them."""
-    library = library_with_lanes(kernel_texts.host_source())
-    monkeypatch.setattr(host, "load", lambda _text: library)
 
     def rank_main(group: ThreadGroup) -> None:
         config = AllToAllConfig(
@@ -328,49 +291,42 @@ def skewed(rows: torch.Tensor, skew: int) -> torch.Tensor:
     return view.copy_(rows)
 
 
-def test_vectors_across_their_boundary_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of 72 bytes stored in pieces of 16."""
-    codes = constants()
-    quantiser = codes["kQuantiserFp8Tensor"]
-    text = kernel_texts.specialised_source(3, codes["kElementBf16"], host=True, quantiser=quantiser)
-    text = replace_once(text, "if (kAlignedVectorsOnly && whole != hidden_size) whole = 0;", "")
-    library = library_with_lanes(text)
-    monkeypatch.setattr(host, "load", lambda _text: library)
-    case = quantised_case("fp8_tensor", 72)
-    with pytest.raises(AssertionError, match="first difference"):
-        compare.check_received(case, make_inputs(case), run_case(case, rounds=1)[0])
-
-
-def check_mxfp8(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_one_round(quantiser: str, case: Case, loads: Loads, *mistake: str) -> None:
     """One round of activations through a build that has no other quantiser."""
-    library = library_with_lanes(text)
-    monkeypatch.setattr(host, "load", lambda _text: library)
-    case = quantised_case("mxfp8", 352)
+    codes = constants()
+    text = kernel_texts.specialised_source(
+        3, codes["kElementBf16"], host=True, quantiser=codes[f"kQuantiser{quantiser}"]
+    )
+    loads(library_with_lanes(replace_once(text, *mistake) if mistake else text))
     compare.check_received(case, make_inputs(case), run_case(case, rounds=1)[0])
 
 
-def mxfp8_text() -> str:
-    codes = constants()
-    quantiser = codes["kQuantiserMxfp8"]
-    return kernel_texts.specialised_source(3, codes["kElementBf16"], host=True, quantiser=quantiser)
+def test_lanes_of_a_specialised_build(loads: Loads) -> None:
+    check_one_round("Mxfp8", quantised_case("mxfp8", 352), loads)
 
 
-def test_lanes_of_a_specialised_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_mxfp8(mxfp8_text(), monkeypatch)
-
-
-def test_lanes_that_do_not_exchange_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_that_do_not_exchange_are_noticed(loads: Loads) -> None:
     """Each with the scale of its own 16 elements."""
-    shared = "cta.max_of_lanes<kLanes>(amax_of<Element, Count>(words))"
-    text = replace_once(mxfp8_text(), shared, "amax_of<Element, Count>(words)")
+    alone = "amax_of<Element, Count>(words)"
     with pytest.raises(AssertionError, match="first difference"):
-        check_mxfp8(text, monkeypatch)
+        check_one_round(
+            "Mxfp8",
+            quantised_case("mxfp8", 352),
+            loads,
+            f"cta.max_of_lanes<kLanes>({alone})",
+            alone,
+        )
 
 
-def test_a_specialised_build_ignores_run_time_top_k(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vectors_across_their_boundary_are_noticed(loads: Loads) -> None:
+    """Rows of 72 bytes stored in pieces of 16."""
+    asks = "if (kAlignedVectorsOnly && whole != hidden_size) whole = 0;"
+    with pytest.raises(AssertionError, match="first difference"):
+        check_one_round("Fp8Tensor", quantised_case("fp8_tensor", 72), loads, asks, "")
+
+
+def test_a_specialised_build_ignores_run_time_top_k(loads: Loads) -> None:
     """The build under test is the one that runs: with another top_k it must go wrong."""
-    text = kernel_texts.specialised_source(1, constants()["kElementFp32"], host=True)
-    library = built(text)
-    monkeypatch.setattr(host, "load", lambda _text: library)
+    loads(built(kernel_texts.specialised_source(1, constants()["kElementFp32"], host=True)))
     with pytest.raises(AssertionError, match="wrong library"):
         case_list.check_case(Case(name="wrong library", tokens=(3, 3), top_k=4))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import platform
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,12 @@ LEVELS = {
     "x86-64-v3": ("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"),
     "x86-64-v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
 }
+
+#: The oldest host compiler that README.md names.
+OLDEST = "g++-11"
+HAS_OLDEST = pytest.mark.skipif(
+    shutil.which(OLDEST) is None, reason=f"not installed: {OLDEST} (Debian's package)"
+)
 
 ON_X86 = pytest.mark.skipif(
     platform.machine() not in {"x86_64", "AMD64"},
@@ -47,7 +54,9 @@ def missing(level: str) -> list[str]:
     return [flag for flag in wanted if flag not in _has()]
 
 
-@functools.cache
-def library(level: str) -> host.HostLibrary:
-    """The whole library of a level, for a processor that executes it."""
-    return host.HostLibrary(host.build(kernel_texts.host_source(), flags(level)))
+def library(level: str, compiler: str | None = None) -> Path:
+    """The whole library of a level, by a compiler that may be another than usually."""
+    with pytest.MonkeyPatch.context() as patch:
+        if compiler is not None:
+            patch.setenv("MOE_NVLINK_CXX", compiler)
+        return host.build(kernel_texts.host_source(), flags(level))

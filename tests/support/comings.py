@@ -1,7 +1,7 @@
 """Processes that join an exchange, leave it, give its memory back and die, device by name.
 
-tests/gpu/test_comings.py runs this on "cuda", tests/kernels/exchange/test_comings.py on "cpu". All
-rounds of a process are replays of one graph, captured before the first change of ranks.
+tests/gpu/test_comings.py runs this on "cuda", tests/kernels/exchange/test_real_path.py on "cpu".
+All rounds of a process are replays of one graph, captured before the first change of ranks.
 """
 
 from __future__ import annotations

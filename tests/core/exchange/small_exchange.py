@@ -1,16 +1,23 @@
-"""A small exchange and good inputs for it, for the tests of what goes wrong."""
+"""A small exchange, good inputs for it, and torch.library.opcheck of its op dispatch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
-from moe_nvlink_plugin.testing import ThreadGroup
+from moe_nvlink_plugin.exchange.calls import Combine, Dispatch
+from moe_nvlink_plugin.exchange.channel import Channel
+from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
 
 HIDDEN, TOP_K, CAPACITY = 8, 2, 4
+
+
+#: Hidden states, ids and weights.
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def config(ep_size: int = 1, ep_rank: int = 0, **values: Any) -> AllToAllConfig:
@@ -49,6 +56,11 @@ def plain(num_tokens: int = 3) -> dict[str, Any]:
     return {**good(num_tokens), "extra_payloads": ()}
 
 
+def inputs_of(layer: MoeAllToAll, num_tokens: int, seed: int = 0) -> Inputs:
+    """Random ones."""
+    return random_inputs(layer.config, num_tokens, torch.Generator().manual_seed(seed))
+
+
 def round_of(layer: MoeAllToAll, **inputs: Any) -> torch.Tensor:
     """What combine returns of the rows that dispatch brought."""
     received = layer.dispatch(**inputs)
@@ -58,3 +70,24 @@ def round_of(layer: MoeAllToAll, **inputs: Any) -> torch.Tensor:
 def assert_still_works(layer: MoeAllToAll, inputs: dict[str, Any] | None = None) -> None:
     given = good() if inputs is None else inputs
     assert torch.equal(round_of(layer, **given), given["hidden_states"])
+
+
+def opcheck_dispatch(exchange: MoeAllToAll, arguments: tuple[Any, ...]) -> None:
+    """Runs opcheck, which calls the op again and again, with a combine behind each dispatch.
+
+    The kernel reports a dispatch that follows another without its combine.
+    """
+    layer = exchange._layer
+    start = layer.start_dispatch
+
+    def whole_round(call: Dispatch, pending: torch.Tensor) -> tuple[Channel, torch.Tensor]:
+        channel, slots = start(call, pending)
+        rows = channel.combine_input(
+            channel.max_tokens, layer.config.dtype, layer.config.hidden_size
+        )
+        output = rows.new_empty(len(slots), layer.config.hidden_size)
+        channel.combine(Combine(rows, slots, output, layer.handle, channel.index), output)
+        return channel, slots
+
+    with mock.patch.object(layer, "start_dispatch", whole_round):
+        torch.library.opcheck(torch.ops.moe_nvlink.dispatch.default, arguments)

@@ -81,6 +81,17 @@ def rounds(case: Case, layers: Sequence[MoeAllToAll], stage: int, place: int) ->
     return seen
 
 
+def renew(layer: MoeAllToAll, group: ThreadGroup, places: Sequence[int]) -> None:
+    """Counters, addresses and the mask's tensor stay; the rows are zeros."""
+    before, rows, mask = layer.stats(), layer.combine_input(), layer.active_ranks
+    address = rows.data_ptr()
+    layer.renew(group, places)
+    assert layer.stats() == before
+    assert layer.combine_input() is rows
+    assert (rows.data_ptr(), bool(rows.any())) == (address, False)
+    assert layer.active_ranks is mask
+
+
 def live(
     case: Case, place: int, groups: list[list[ThreadGroup]], num_layers: int
 ) -> list[list[Seen] | None]:
@@ -97,7 +108,7 @@ def live(
         group = groups[stage][places.index(place)]
         configs = [config_of(case, place, places)] * num_layers
         if layers:
-            layers[0].renew(group, places)
+            renew(layers[0], group, places)
         elif stage == 0:
             layers.append(MoeAllToAll.create(configs[0], group))
             for config in configs[1:]:
@@ -213,31 +224,6 @@ def test_a_renewal_that_has_failed_is_repeated(monkeypatch: pytest.MonkeyPatch) 
             return seen
 
     all_right(1, (0, 1), run_threads(3, body))
-
-
-def test_counters_and_addresses_stay() -> None:
-    meet = Meetings()
-
-    def body(place: int) -> Any:
-        if place == 2:
-            with joined(meet, 2) as layer:
-                return right(layer, 1)
-        with created(meet, place) as layer:
-            for _ in range(3):
-                right(layer, 0)
-            before, rows = layer.stats(), layer.combine_input()
-            mask, address = layer.active_ranks, rows.data_ptr()
-            layer.renew(meet("join", place, (0, 1, 2)), (0, 1, 2))
-            assert layer.stats() == before
-            assert not rows.any()
-            assert layer.combine_input() is rows
-            assert rows.data_ptr() == address
-            assert layer.active_ranks is mask
-            seen = right(layer, 1)
-            assert layer.stats().rounds == 4
-            return seen
-
-    all_right(1, (0, 1, 2), run_threads(3, body))
 
 
 def test_what_was_prepared_before_serves_newcomers() -> None:

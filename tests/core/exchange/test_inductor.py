@@ -12,11 +12,9 @@ from torch._inductor.utils import run_and_get_code
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.exchange.channel import Channel
 from moe_nvlink_plugin.exchange.layer import LayerExchange
-from moe_nvlink_plugin.testing import random_inputs
-from tests.core.exchange.small_exchange import alone
+from tests.core.exchange.small_exchange import alone, inputs_of
 
 HIDDEN = 24
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture
@@ -29,10 +27,6 @@ def layer() -> Iterator[MoeAllToAll]:
         yield exchange
 
 
-def inputs(layer: MoeAllToAll, num_tokens: int = 5) -> Inputs:
-    return random_inputs(layer.config, num_tokens, torch.Generator().manual_seed(3))
-
-
 def test_received_rows_are_not_overwritten(layer: MoeAllToAll) -> None:
     """All that arrived is dead after one pointwise use of its shape: it invites an in-place one."""
 
@@ -41,7 +35,7 @@ def test_received_rows_are_not_overwritten(layer: MoeAllToAll) -> None:
         rows = received.hidden_states * 2.0 + received.extra_payloads[0]
         return layer.combine(rows, received.metadata)
 
-    hidden, ids, weights = inputs(layer)
+    hidden, ids, weights = inputs_of(layer, 5)
     kept = layer.dispatch(hidden, ids, weights, [hidden])
     layer.combine(kept.hidden_states, kept.metadata)
     torch.compile(double, fullgraph=True)(hidden + 1.0, ids, weights)
@@ -51,7 +45,7 @@ def test_received_rows_are_not_overwritten(layer: MoeAllToAll) -> None:
 
 
 def test_empty_slots_are_marked_whatever_the_ids_were_overwritten_with(layer: MoeAllToAll) -> None:
-    hidden, ids, weights = inputs(layer, 9)
+    hidden, ids, weights = inputs_of(layer, 9)
     received = layer.dispatch(hidden, ids, weights, [hidden])
     received.topk_ids.zero_()  # as code compiled without our say would do
     layer.combine(received.hidden_states, received.metadata)
@@ -94,7 +88,7 @@ def test_no_row_is_copied(layer: MoeAllToAll, given: bool, monkeypatch: pytest.M
         results.append(result.data_ptr())
         return result
 
-    hidden, ids, weights = inputs(layer)
+    hidden, ids, weights = inputs_of(layer, 5)
     output = torch.empty_like(hidden) if given else None
     kept = layer.dispatch(hidden, ids, weights, [hidden])
     places = (kept.hidden_states.data_ptr(), layer.combine_input().data_ptr())

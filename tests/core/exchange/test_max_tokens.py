@@ -12,9 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.errors import DisagreementError, InputError
-from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
-from tests.core.exchange.opcheck import opcheck_dispatch
-from tests.core.exchange.small_exchange import sized
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
+from tests.core.exchange.small_exchange import Inputs, inputs_of, opcheck_dispatch, sized
 from tests.kernels.exchange.test_received import filled_places, laid_out
 
 CAPACITY, NUM_EXPERTS, HIDDEN = 6, 7, 128
@@ -25,11 +24,6 @@ UNTOUCHED = 77
 
 
 config = sized(num_experts=NUM_EXPERTS, top_k=3, hidden_size=HIDDEN, max_tokens_per_rank=CAPACITY)
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def inputs_of(layer: MoeAllToAll, num_tokens: int, seed: int = 0) -> Inputs:
-    return random_inputs(layer.config, num_tokens, torch.Generator().manual_seed(seed))
 
 
 def dense(inputs: Inputs) -> torch.Tensor:
@@ -134,23 +128,6 @@ def test_scales_lie_in_the_slots_of_the_call(recipe: str, layout: str) -> None:
     run_ranks(2, rank_main)
 
 
-def test_extra_payloads_lie_in_the_slots_of_the_call() -> None:
-    def rank_main(group: ThreadGroup) -> None:
-        with MoeAllToAll.create(config(group, extra_payload_bytes=(4,)), group) as layer:
-            for number, bound in enumerate(BOUNDS):
-                tokens = tokens_of(group.rank, number, bound)
-                inputs = inputs_of(layer, tokens, number)
-                extra = inputs[0][:, 0].contiguous()
-                received = layer.dispatch(*inputs, [extra], max_tokens=bound)
-                (arrived,) = received.extra_payloads
-                assert arrived.shape == (group.size * bound,)
-                filled = (received.topk_ids >= 0).any(1)
-                assert torch.equal(arrived[filled], received.hidden_states[filled, 0])
-                layer.combine(experts(layer, received), received.metadata)
-
-    run_ranks(2, rank_main)
-
-
 def test_layers_of_another_geometry_on_the_same_workspace() -> None:
     """Each layer has its own bound in each round; the rounds of both alternate."""
 
@@ -202,14 +179,6 @@ def test_more_tokens_than_the_bound(recipe: str | None) -> None:
             layer.dispatch(*inputs_of(layer, 4), max_tokens=3)
         received = layer.dispatch(*inputs_of(layer, 4), max_tokens=4)
         layer.combine(layer.combine_input(metadata=received.metadata), received.metadata)
-
-
-def test_rows_in_the_slots_of_another_bound(alone: MoeAllToAll) -> None:
-    received = alone.dispatch(*inputs_of(alone, 2), max_tokens=2)
-    for slots in (1, 3, CAPACITY):
-        with pytest.raises(InputError, match=rf"has shape \[{slots}, 128\], expected \[2, 128\]"):
-            alone.combine(torch.zeros(slots, HIDDEN), received.metadata)
-    alone.combine(alone.combine_input(metadata=received.metadata), received.metadata)
 
 
 def test_the_memory_for_the_experts_output(alone: MoeAllToAll) -> None:

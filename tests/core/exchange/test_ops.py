@@ -22,7 +22,7 @@ from moe_nvlink_plugin.errors import ExchangeStateError, InputError
 from moe_nvlink_plugin.exchange import ops
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
 from tests.core.exchange import small_exchange
-from tests.core.exchange.opcheck import opcheck_dispatch
+from tests.core.exchange.small_exchange import opcheck_dispatch
 from tests.support.ranks import run_processes
 
 CAPACITY = 16

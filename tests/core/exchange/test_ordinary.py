@@ -160,27 +160,34 @@ def assert_agrees_on_dispatch(layer: MoeAllToAll, fields: dict[str, Any]) -> boo
 
 
 TENSORS = ("hidden_states", "scales", "topk_ids", "topk_weights", "is_padding")
+COMBINED = ("expert_output", "send_slots", "output", "add")
+
+
+def change_some(
+    layer: MoeAllToAll, fields: dict[str, Any], places: tuple[str, ...], generator: random.Random
+) -> None:
+    """None, one or two of these tensors, or one of them twice."""
+    for _ in range(generator.randrange(3)):
+        place, name = generator.choice(places), generator.choice([*SAFE, "in the workspace"])
+        tensor = fields.get(place)
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            continue
+        try:
+            fields[place] = changed(layer, tensor, name)
+        except (RuntimeError, IndexError, TypeError):  # not of this type, or of no rows
+            continue
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_ordinary_dispatch_passes_all_checks(layer: MoeAllToAll, seed: int) -> None:
-    generator = random.Random(seed)
-    names, outcomes = [*SAFE, "in the workspace"], []
+    generator, outcomes = random.Random(seed), []
     for number in range(300):
         fields = dispatch_of(layer, generator.randrange(CAPACITY + 2))
         if layer.config.recipe == "fp8_block" and number % 2:
             fields = quantised(layer, fields)
         if generator.random() < 0.3:
             fields["is_padding"] = torch.zeros(len(fields["hidden_states"]), dtype=torch.bool)
-        for _ in range(generator.randrange(3)):
-            place, name = generator.choice(TENSORS), generator.choice(names)
-            tensor = fields.get(place)
-            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-                continue
-            try:
-                fields[place] = changed(layer, tensor, name)
-            except (RuntimeError, IndexError, TypeError):  # not of this type, or of no rows
-                continue
+        change_some(layer, fields, TENSORS, generator)
         if generator.random() < 0.2:
             fields["max_tokens"] = generator.choice([0, 1, CAPACITY, CAPACITY + 1, 3.0, True, None])
         with torch.set_grad_enabled(generator.random() < 0.5):
@@ -269,7 +276,7 @@ def test_tensors_of_another_device_are_not_ordinary(simple: MoeAllToAll) -> None
         assert (ordinary.quantiser_of(calls[0]), ordinary.is_combine(calls[1])) == expected
 
 
-@pytest.mark.parametrize("place", ["expert_output", "send_slots", "output", "add"])
+@pytest.mark.parametrize("place", COMBINED)
 def test_each_change_of_one_tensor_of_combine(place: str, simple: MoeAllToAll) -> None:
     usual = combine_of(simple, output=torch.zeros(3, HIDDEN), add=torch.zeros(3, HIDDEN))
 
@@ -322,7 +329,7 @@ def test_what_torch_refuses_to_tell_hides_no_other_error(simple: MoeAllToAll) ->
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_ordinary_combine_passes_all_checks(seed: int) -> None:
-    generator, names, outcomes = random.Random(seed), [*SAFE, "in the workspace"], []
+    generator, outcomes = random.Random(seed), []
     with alone(combine_dtypes=(torch.bfloat16,)) as layer:
         channel = layer._layer.channel(0)
         for _ in range(500):
@@ -336,15 +343,7 @@ def test_an_ordinary_combine_passes_all_checks(seed: int) -> None:
                 "add": generator.choice([None, sums[:num_tokens], sums[1 : num_tokens + 1]]),
                 "hidden_size": generator.choice([None, HIDDEN, HIDDEN - 1, True, 8.0]),
             }
-            for _ in range(generator.randrange(3)):
-                place = generator.choice(["expert_output", "send_slots", "output", "add"])
-                tensor = fields[place]
-                if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-                    continue
-                try:
-                    fields[place] = changed(layer, tensor, generator.choice(names))
-                except (RuntimeError, IndexError, TypeError):
-                    continue
+            change_some(layer, fields, COMBINED, generator)
             call = Combine(handle=layer._layer.handle, channel=0, **fields)
             with torch.set_grad_enabled(generator.random() < 0.5):
                 outcomes.append(agrees_on_combine(layer, call, channel.max_tokens))

@@ -12,8 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import DisagreementError, InputError
-from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
-from tests.core.exchange.small_exchange import sized
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
+from tests.core.exchange.small_exchange import Inputs, inputs_of, sized
 
 CAPACITY, HIDDEN = 5, 24
 TYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -26,11 +26,6 @@ config = sized(
     max_tokens_per_rank=CAPACITY,
     dtype=torch.bfloat16,
 )
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def inputs_of(layer: MoeAllToAll, num_tokens: int, seed: int = 0) -> Inputs:
-    return random_inputs(layer.config, num_tokens, torch.Generator().manual_seed(seed))
 
 
 def rows_of(received: Dispatched, width: int, dtype: torch.dtype) -> torch.Tensor:

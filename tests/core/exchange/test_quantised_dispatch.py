@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from moe_nvlink_plugin.exchange.arguments import quantiser_code
 from moe_nvlink_plugin.recipes import FP8_BLOCK, MXFP8, PayloadRow
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.core.exchange import small_exchange
-from tests.core.exchange.opcheck import opcheck_dispatch
+from tests.core.exchange.small_exchange import opcheck_dispatch
 
 HIDDEN, TOP_K, CAPACITY = 256, small_exchange.TOP_K, 8
 
@@ -57,36 +57,7 @@ def scale_for(layer: MoeAllToAll) -> torch.Tensor | None:
     return torch.tensor(3.0) if recipe.needs_global_scale else None
 
 
-@pytest.fixture(params=RECIPES)
-def layer(request: pytest.FixtureRequest) -> Iterator[MoeAllToAll]:
-    with alone(recipe=request.param) as made:
-        yield made
-
-
 # What is taken.
-
-
-def test_activations_and_rows_quantised_before_arrive_alike(layer: MoeAllToAll) -> None:
-    hidden, ids, weights = inputs()
-    recipe = layer.recipe
-    assert isinstance(recipe, QuantisingRecipe)
-    expected = recipe.quantise(hidden, scale_for(layer))
-    for given, scales, global_scale in (
-        (hidden, None, scale_for(layer)),
-        (expected.rows, expected.scales, None),
-    ):
-        received = layer.dispatch(given, ids, weights, scales=scales, global_scale=global_scale)
-        rows = received.hidden_states[:3].view(torch.uint8)
-        assert torch.equal(rows, expected.rows.view(torch.uint8))
-        if expected.scales is None:
-            assert received.scales is None
-        else:
-            assert received.scales is not None
-            assert received.scales.dtype == expected.scales.dtype
-            sent = expected.scales.view(torch.uint8)
-            assert torch.equal(received.scales[:3].view(torch.uint8), sent)
-        combined = layer.combine(layer.combine_input().zero_(), received.metadata)
-        assert combined.dtype == torch.bfloat16
 
 
 def test_layers_of_different_recipes_take_turns_on_one_workspace() -> None:
@@ -134,13 +105,6 @@ def test_bytes_that_travel_back(name: str, bytes_per_row: int) -> None:
         assert layer.stats().bytes_reducescatter == 0
 
 
-def test_no_tokens(layer: MoeAllToAll) -> None:
-    hidden, ids, weights = inputs(0)
-    received = layer.dispatch(hidden, ids, weights, global_scale=scale_for(layer))
-    assert received.recv_counts.tolist() == [0]
-    assert layer.combine(layer.combine_input(), received.metadata).shape == (0, HIDDEN)
-
-
 # Compiled.
 
 
@@ -154,8 +118,10 @@ def opcheck(layer: MoeAllToAll, *mask: torch.Tensor) -> None:
         torch.library.opcheck(torch.ops.moe_nvlink.received_scales.default, (counts, handle, 0))
 
 
-def test_opcheck(layer: MoeAllToAll) -> None:
-    opcheck(layer)
+@pytest.mark.parametrize("name", RECIPES)
+def test_opcheck(name: str) -> None:
+    with alone(recipe=name) as layer:
+        opcheck(layer)
 
 
 @pytest.mark.parametrize(
@@ -268,21 +234,33 @@ def test_ranks_that_differ(field: str, values: tuple[Any, Any]) -> None:
         assert f"{field}: rank 0 has {values[0]}, rank 1 has {values[1]}" in str(outcome)
 
 
-@pytest.mark.parametrize("values", [{"recipe": "fp8_block"}, {"received_ids": "elsewhere"}])
-def test_ranks_in_layers_of_different_formats(values: dict[str, Any]) -> None:
+@pytest.mark.parametrize("small_tokens", [0, CAPACITY], ids=["bulk", "small"])
+@pytest.mark.parametrize(
+    "values",
+    [{"recipe": "fp8_block"}, {"received_ids": "elsewhere"}, {"num_expert_counts": 4}],
+    ids=str,
+)
+def test_ranks_in_layers_of_different_formats(values: dict[str, Any], small_tokens: int) -> None:
     """Same geometry, but rows of other bytes: they must not be taken for each other's."""
 
     def rank_main(group: ThreadGroup) -> None:
+        mine = config(group, small_tokens=small_tokens)
+        other_config = dataclasses.replace(mine, **values)
         with (
-            MoeAllToAll.create(config(group), group) as plain,
-            MoeAllToAll.create(config(group, **values), group, share_with=plain) as other,
+            MoeAllToAll.create(mine, group) as plain,
+            MoeAllToAll.create(other_config, group, share_with=plain) as other,
         ):
-            (plain, other)[group.rank].dispatch(*inputs())
+            try:
+                (plain, other)[group.rank].dispatch(*inputs())
+            finally:
+                group.all_gather_object(None)
 
-    for outcome in try_ranks(2, rank_main):
+    for rank, outcome in enumerate(try_ranks(2, rank_main)):
         assert isinstance(outcome, DisagreementError), repr(outcome)
         assert "another geometry" in str(outcome)
         assert "received_ids=" in str(outcome)
+        counts = rank and values.get("num_expert_counts", 0)
+        assert f"num_expert_counts={counts}" in str(outcome)
 
 
 ROWS = torch.zeros(3, HIDDEN, dtype=torch.float8_e4m3fn)

@@ -253,19 +253,6 @@ def test_made_in_inference_mode_used_outside_and_the_other_way_round() -> None:
         assert_still_works(outside)
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_row_split_over_several_ctas_gives_the_same_bits(num_threads: int) -> None:
-    """hidden_splits is 1 on the host and more at small batch on a GPU; the text is the same."""
-    size = 1000 + HIDDEN  # several vectors and a rest
-    with alone(hidden_size=size, num_threads=num_threads) as layer:
-        inputs = {**plain(), "hidden_states": torch.randn(3, size)}
-        layer._layer.channel(0)._combine_args.hidden_splits = 3
-        received = layer.dispatch(**inputs)
-        output = torch.full((3, size), torch.nan)
-        layer.combine(received.hidden_states, received.metadata, output=output)
-        assert torch.equal(output, inputs["hidden_states"])
-
-
 def test_threads_that_cannot_be_had_are_an_error_of_create_on_every_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -252,38 +253,19 @@ def test_a_struct_beside_args_h(pretend: Callable[[str, str], None]) -> None:
         header.struct("Missing", path)
 
 
+def layer_of(**values: Any) -> AllToAllConfig:
+    values |= {"num_experts": 8, "top_k": 2, "hidden_size": 128, "max_tokens_per_rank": 4}
+    return AllToAllConfig(ep_size=2, ep_rank=0, **values)
+
+
 def layers_of_every_format() -> list[AllToAllConfig]:
-    return [
-        AllToAllConfig(
-            ep_size=2,
-            ep_rank=0,
-            num_experts=8,
-            top_k=2,
-            hidden_size=128,
-            max_tokens_per_rank=4,
-            recipe=recipe.name,
-            combine=combine,
-        )
-        for recipe in BUILT_IN
-        for combine in COMBINE_FORMATS
-    ]
+    formats = itertools.product(BUILT_IN, COMBINE_FORMATS)
+    return [layer_of(recipe=recipe.name, combine=combine) for recipe, combine in formats]
 
 
 def layers_that_write_differently() -> list[AllToAllConfig]:
-    return [
-        AllToAllConfig(
-            ep_size=2,
-            ep_rank=0,
-            num_experts=8,
-            top_k=2,
-            hidden_size=128,
-            max_tokens_per_rank=4,
-            received_ids=ids,
-            scales_layout=layout,
-        )
-        for ids in (*RECEIVED_IDS, -1, 8)
-        for layout in SCALES_LAYOUTS
-    ]
+    ways = itertools.product((*RECEIVED_IDS, -1, 8), SCALES_LAYOUTS)
+    return [layer_of(received_ids=ids, scales_layout=layout) for ids, layout in ways]
 
 
 def test_masks_that_differ_in_one_rank_or_two_have_tags_of_their_own() -> None:

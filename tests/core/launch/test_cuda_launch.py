@@ -54,15 +54,10 @@ pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not install
 Driven = Callable[..., Any]
 
 
-def in_driver(
-    body: Callable[..., Any],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    *args: Any,
-    units: Sequence[ptx.Unit] = (),
-    **options: Any,
-) -> Any:
-    """`body(*args)` in a process whose CUDA driver is the fake one.
+def stand_in(
+    folder: Path, patch: pytest.MonkeyPatch, units: Sequence[ptx.Unit] = (), **options: Any
+) -> None:
+    """Processes that are started from now on have the fake driver.
 
     units: what the driver runs PTX of, instead of the host build.
     """
@@ -70,9 +65,19 @@ def in_driver(
         options["ptx"] = ptx.prepare(folder / "ptx", units)
     else:
         options["kernels"] = host.build(kernel_texts.host_source())
-    library = fake_cuda.build(folder)
-    for name, value in fake_cuda.environment(library, **options).items():
-        monkeypatch.setenv(name, value)
+    for name, value in fake_cuda.environment(fake_cuda.build(folder), **options).items():
+        patch.setenv(name, value)
+
+
+def in_driver(
+    body: Callable[..., Any],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """`body(*args)` in a process whose CUDA driver is the fake one; options of stand_in."""
+    stand_in(folder, monkeypatch, **options)
     (result,) = run_processes(1, _process_main, folder, body, args)
     return result
 
@@ -332,11 +337,7 @@ def on_one_gpu(
     folder: Path, monkeypatch: pytest.MonkeyPatch, num_channels: int = 1, **options: Any
 ) -> list[list[Any]]:
     """shared_launches of two processes."""
-    kernels = host.build(kernel_texts.host_source())
-    usual = {"shared_uuid": 1, "sms": 20}
-    library = fake_cuda.build(folder)
-    for name, value in fake_cuda.environment(library, kernels, **usual | options).items():
-        monkeypatch.setenv(name, value)
+    stand_in(folder, monkeypatch, **{"shared_uuid": 1, "sms": 20, **options})
     monkeypatch.setenv("MOE_NVLINK_ALLOW_SHARED_GPU", "1")
     return run_processes(2, shared_launches, folder, num_channels)
 

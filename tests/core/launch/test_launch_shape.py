@@ -122,7 +122,7 @@ def test_a_kernel_beside_others_has_one_cta_an_sm() -> None:
     assert combine_shape(8192, 7168, 2, mine) == (33, 224, 1)
 
 
-@settings(deadline=None)  # up to 160 draws, on a machine that may be busy
+@settings(deadline=None)
 @given(data=st.data(), num_sms=st.integers(1, 160), num_channels=st.integers(1, 8))
 def test_whoever_waits_leaves_an_sm_to_each_cta_that_has_yet_to_start(
     data: st.DataObject, num_sms: int, num_channels: int
@@ -176,6 +176,7 @@ def test_few_rows_of_logits_are_split() -> None:
     assert head_argmax_shape(64, 32320 * 2, limits(num_sms=1)) == (4, 256, 1)
 
 
+@settings(deadline=None)
 @given(
     num_rows=st.integers(0, 20000),
     row_bytes=st.integers(0, 2**22),
@@ -198,6 +199,7 @@ def test_launches_of_a_shared_head_fit(
     assert argmax.splits == 1 or argmax.blocks == max(num_rows, 1) * argmax.splits
 
 
+@settings(deadline=None)
 @given(
     num_tokens=st.integers(0, 20000),
     hidden_size=st.integers(1, 20000),
@@ -251,6 +253,7 @@ def test_parts_of_a_small_batch_have_a_cta_each_while_they_fit() -> None:
     assert small_shape(32, SMALL_COMBINE_SIZES, limits()) == (528, 256, 528 - 161)
 
 
+@settings(deadline=None)
 @given(
     num_tokens=st.integers(0, 256),
     sizes=st.builds(

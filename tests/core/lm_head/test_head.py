@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -520,27 +519,6 @@ def test_close() -> None:
     for check_of in (check_argmax, check_logits):
         with pytest.raises(ExchangeStateError, match=r"head group \d+ is closed; create a new"):
             check_of(head, one)
-
-
-def segments() -> set[str]:
-    """Of this process's ranks."""
-    mine = f"moe_nvlink-{os.getuid()}-{os.getpid()}-*"
-    return {path.name for path in Path("/dev/shm").glob(mine)}
-
-
-def test_nothing_is_left_behind() -> None:
-    before = segments()
-    one = problem(config(2), [2, 1])
-    for closes in (True, False):
-
-        def rank_main(group: ThreadGroup, closes: bool = closes) -> None:
-            head = HeadGroup.create(config(2, group.rank), group)
-            check_argmax(head, one)
-            if closes:
-                head.close()
-
-        run_ranks(2, rank_main)
-        assert segments() <= before
 
 
 def test_the_readmes_example() -> None:

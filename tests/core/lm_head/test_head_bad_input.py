@@ -31,6 +31,7 @@ from moe_nvlink_plugin.lm_head import exchange
 from moe_nvlink_plugin.lm_head.config import MAX_VOCAB_SIZE
 from moe_nvlink_plugin.lm_head.launches import HeadLaunches
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
+from tests.core.transport.test_other_ranks import check_timeout
 from tests.support.ranks import run_processes
 from tests.support.small_head import HIDDEN, VOCAB, check_argmax, check_logits, config, problem
 
@@ -309,14 +310,6 @@ def test_a_call_refused_on_one_rank() -> None:
 
 
 # Ranks that do not come.
-
-
-def check_timeout(error: object, phase: str, epoch: int, late: tuple[int, ...]) -> None:
-    assert isinstance(error, ExchangeTimeoutError), repr(error)
-    assert isinstance(error, TimeoutError)
-    assert (error.phase, error.epoch, error.ranks) == (phase, epoch, late)
-    for words in (f"in {phase} of epoch {epoch}", f"rank(s) {', '.join(map(str, late))}"):
-        assert words in str(error)
 
 
 @pytest.mark.parametrize("verb", [check_argmax, check_logits])

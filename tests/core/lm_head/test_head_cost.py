@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_nvlink_plugin import HeadConfig, driver
@@ -69,6 +69,7 @@ def product_s(read_s: float, multiply_s: float, rates: Rates) -> float:
     return max(read_s, multiply_s) if rates.overlaps else read_s + multiply_s
 
 
+@settings(deadline=None)
 @given(shapes, few_rows, all_rates)
 def test_size_1_is_the_whole_head(shape: HeadShape, rows: int, rates: Rates) -> None:
     elements = shape.vocab_size * shape.hidden_size
@@ -78,6 +79,7 @@ def test_size_1_is_the_whole_head(shape: HeadShape, rows: int, rates: Rates) -> 
     assert head_cost.exchanged_bytes(shape, rows, 1) == 0
 
 
+@settings(deadline=None)
 @given(few_rows, all_rates)
 def test_a_group_reads_its_share_and_multiplies_as_much(rows: int, rates: Rates) -> None:
     elements = 129280 * 7168
@@ -88,6 +90,7 @@ def test_a_group_reads_its_share_and_multiplies_as_much(rows: int, rates: Rates)
     assert head_cost.step_seconds(DEEPSEEK, rows, 4, rates) == pytest.approx(expected)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300_000), sizes)
 def test_the_share_is_that_of_the_first_rank(vocab_size: int, size: int) -> None:
     """And no rank has a larger one. In time: reading one byte a second, the rest for nothing."""
@@ -101,6 +104,7 @@ def test_the_share_is_that_of_the_first_rank(vocab_size: int, size: int) -> None
     assert widths[0] == max(widths)
 
 
+@settings(deadline=None)
 @given(shapes, few_rows, st.integers(1, 16), all_rates)
 def test_more_rows_and_slower_rates_never_take_less(
     shape: HeadShape, rows: int, size: int, rates: Rates
@@ -116,6 +120,7 @@ def test_more_rows_and_slower_rates_never_take_less(
         assert head_cost.step_seconds(shape, rows, size, other) >= seconds
 
 
+@settings(deadline=None)
 @given(shapes, sizes, all_rates, few_rows)
 def test_the_crossover_is_where_the_times_cross(
     shape: HeadShape, size: int, rates: Rates, most_rows: int
@@ -127,6 +132,7 @@ def test_the_crossover_is_where_the_times_cross(
         assert (split < alone) == (rows <= crossover)
 
 
+@settings(deadline=None)
 @given(shapes, st.sets(sizes, max_size=4), all_rates, few_rows)
 def test_the_chosen_size_pays(
     shape: HeadShape, candidates: set[int], rates: Rates, most_rows: int

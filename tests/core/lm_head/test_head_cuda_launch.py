@@ -8,7 +8,6 @@ rows split.
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,12 +19,11 @@ import torch.distributed as dist
 
 from moe_nvlink_plugin import HeadConfig, HeadGroup, sharded_argmax
 from moe_nvlink_plugin.errors import DriverError, ExchangeStateError, ExchangeTimeoutError
-from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.lm_head.kernels import HEAD
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.core.launch.test_cuda_launch import ALLOWED_IN_CAPTURE, described
-from tests.support import fake_cuda, kernel_texts
+from tests.core.launch.test_cuda_launch import ALLOWED_IN_CAPTURE, described, stand_in
+from tests.support import fake_cuda
 from tests.support.fake_cuda import ptx
 from tests.support.fake_cuda.transport import capturing, install
 from tests.support.ranks import run_processes
@@ -46,17 +44,12 @@ def on(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def driver(on: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Processes that are started now have the fake driver, with 132 SMs."""
-    folder = tmp_path_factory.mktemp("driver")
+    folder, units = tmp_path_factory.mktemp("driver"), []
     if on == "ptx":
         bf16, *others = (HEAD.variant(dtype=dtype) for dtype in ("bf16", "fp16", "fp32"))
         units = ptx.of(bf16, pdl=(True, False)) + ptx.of(*others)
-        runs = {"ptx": ptx.prepare(folder / "ptx", units)}
-    else:
-        runs = {"kernels": host.build(kernel_texts.host_source())}
     with pytest.MonkeyPatch.context() as patch:
-        library = fake_cuda.build(folder)
-        for name, value in fake_cuda.environment(library, **runs, sms=132).items():
-            patch.setenv(name, value)
+        stand_in(folder, patch, units, sms=132)
         yield folder
 
 
@@ -69,7 +62,7 @@ def seen(on: str, driver: Path) -> dict[str, Any]:
 
 def process_main(_rank: int, _size: int, num_replays: int) -> dict[str, Any]:
     install()
-    bodies = (launches, budget, ragged, dropped, late, failing)
+    bodies = (launches, budget, ragged, late, failing)
     return {"replays": replays(num_replays)} | {body.__name__: body() for body in bodies}
 
 
@@ -238,24 +231,6 @@ def test_capture_from_the_first_call_and_replays(seen: dict[str, Any]) -> None:
     }
 
 
-def dropped() -> list[int]:
-    """Host memory that groups leave which nobody closed."""
-    control = fake_cuda.control()
-    before = control.live()["host_allocations"]
-    left = []
-    for _ in range(2):
-        head = alone(vocab_size=100)
-        check_argmax(head, problem(head.config, [2]))
-        del head
-        gc.collect()
-        left.append(control.live()["host_allocations"] - before)
-    return left
-
-
-def test_groups_that_nobody_closes(seen: dict[str, Any]) -> None:
-    assert seen["dropped"] == [0, 0]
-
-
 # Bad days.
 
 
@@ -295,12 +270,11 @@ def failing() -> str:
         with pytest.raises(DriverError) as caught:
             check_argmax(head, one)
         fake_cuda.control().fail()
-        return str(caught.value)
+        return caught.value.status
 
 
 def test_a_launch_that_fails(seen: dict[str, Any]) -> None:
-    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in seen["failing"]
-    assert "CUDA_LAUNCH_BLOCKING=1" in seen["failing"]
+    assert seen["failing"] == "CUDA_ERROR_ILLEGAL_ADDRESS"
 
 
 # Between processes, over the nvlink transport.

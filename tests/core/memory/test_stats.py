@@ -76,18 +76,6 @@ def test_counted_over_layers_channels_and_growth() -> None:
         assert all(0 <= before <= after for before, after in pairs)
 
 
-def test_one_rank_moves_nothing_away() -> None:
-    case = Case(name="alone", tokens=(8,))
-    with created(case) as layer:
-        cases.run_round(layer, cases.make_inputs(case)[0])
-        stats = layer.stats()
-    assert stats.destinations == stats.tokens == 8
-    assert stats.bytes_dispatched > 0
-    for name in ("remote_destinations", "bytes_dispatched_remote", "bytes_combined_remote"):
-        assert getattr(stats, name) == 0
-    assert stats.bytes_allgather == stats.bytes_reducescatter == 0
-
-
 def created(case: Case) -> MoeAllToAll:
     return MoeAllToAll.create(case.config(0), ThreadGroup.ranks(1)[0])
 

@@ -19,14 +19,10 @@ from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from moe_nvlink_plugin.transport import hosts
 from moe_nvlink_plugin.transport.host import HostMemory
 from moe_nvlink_plugin.transport.hosts import Host
+from tests.core.transport.test_host_transport import window_mappings
 
 CPU = torch.device("cpu")
 WORDING = Wording("Toy", "--toy-backend moe_nvlink", "toy.yaml", "", own_backend="its_own")
-
-
-def _mapped() -> list[str]:
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line for line in lines if "/dev/shm/moe_nvlink-" in line]
 
 
 def test_connected_ranks_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,13 +31,13 @@ def test_connected_ranks_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def looking(memory: HostMemory, *arguments: Any) -> None:
         inner(memory, *arguments)
-        peers.extend(_mapped())
+        peers.extend(window_mappings())
 
     monkeypatch.setattr(HostMemory, "_map_all", looking)
-    before = _mapped()
+    before = window_mappings()
     run_ranks(3, check_connected)
     assert set(peers) - set(before), "the ranks mapped no memory, so nothing was tried"
-    assert set(_mapped()) <= set(before)
+    assert set(window_mappings()) <= set(before)
 
 
 @pytest.fixture

@@ -45,21 +45,6 @@ def allocate(size_bytes: int) -> Callable[[ThreadGroup], HostMemory]:
     return body
 
 
-def test_every_rank_sees_every_rank() -> None:
-    def rank_main(group: ThreadGroup) -> list[int]:
-        memory = allocate(5000)(group)
-        mine = memory.local(0, 5000)
-        assert not bool(mine.any()), "not zeroed"
-        mine[4999] = group.rank + 1
-        group.all_gather_object(None)
-        last = [memory.base_ptr + rank * memory.rank_stride + 4999 for rank in range(3)]
-        seen = [ctypes.c_uint8.from_address(address).value for address in last]
-        group.all_gather_object(None)
-        return seen
-
-    assert run_ranks(3, rank_main) == [[1, 2, 3]] * 3
-
-
 def huge_bytes(address: int) -> int:
     """Bytes of huge pages in this process's mapping of shared memory that contains an address."""
     is_there = False

@@ -69,13 +69,11 @@ def test_the_planted_optimum_is_found(seed: int, noise: float) -> None:
     assert found.choices == machine.optimum
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_no_gain_is_found_where_there_is_none(seed: int) -> None:
-    """All candidates cost the same, and times vary by a tenth."""
-    machine = Machine(seed, 0.1, [])
-    found = search.search(SPACE, machine.compare)
-    assert not found.gains
-    assert found.choices == TODAY
+def test_a_gain_where_there_is_none_is_seldom_found() -> None:
+    """All candidates cost the same, and times vary by a tenth: that fools a search in 25."""
+    every = [search.search(SPACE, Machine(seed, 0.1, []).compare) for seed in range(100)]
+    assert sum(bool(found.gains) for found in every) <= 10
+    assert all(found.choices == TODAY for found in every if not found.gains)
 
 
 def planted(costs: Callable[[Choices, int], float]) -> search.Compare:

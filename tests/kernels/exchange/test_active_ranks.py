@@ -28,6 +28,8 @@ from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen
 from tests.support import case_list, delays, emulated
 from tests.support.long_tests import first_of
 
+both_kinds = pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+
 FIVE = Case(
     name="five ranks",
     tokens=(8, 0, 5, 7, 3),
@@ -59,7 +61,7 @@ RECIPE_CASES = tuple(
 )
 
 
-@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+@both_kinds
 @pytest.mark.parametrize("case", [*CASES, *RECIPE_CASES], ids=lambda case: case.name)
 def test_as_the_reference(case: Case, small: bool) -> None:
     case_list.check_case(dataclasses.replace(case, small=small))
@@ -93,12 +95,8 @@ def test_bulk_dispatch_and_small_combine_in_one_round(
     emulated.check_case("cpu", case)
 
 
-@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+@both_kinds
 def test_a_mask_of_two_words(small: bool) -> None:
-    check_two_words(small)
-
-
-def check_two_words(small: bool) -> None:
     """In ordinary memory, as the other tests of many ranks."""
     tokens = (2, 0, 1, 3) * 18
     case = Case(name="72 ranks", tokens=tokens, num_experts=80, top_k=6, left_out=(3, 64, 70))
@@ -182,14 +180,15 @@ def check_ranks_that_go(combine: str, **values: Any) -> None:
 
 
 @pytest.mark.parametrize("combine", ["bf16", "fp8_block"])
-@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+@both_kinds
 def test_ranks_that_go(small: bool, combine: str) -> None:
     check_ranks_that_go(combine, small=small)
 
 
-def check_counters(**values: Any) -> None:
+@both_kinds
+def test_counters(small: bool) -> None:
     """Rows for a rank that is left out are not counted, because they do not travel."""
-    case = Case(name="counters", tokens=(8, 5, 7), left_out=(1,), **values)
+    case = Case(name="counters", tokens=(8, 5, 7), left_out=(1,), small=small)
     inputs = cases.make_inputs(case)
     active = cases.among_active(case, inputs)
 
@@ -213,7 +212,7 @@ LEAVING = Case(name="leaving", tokens=(8, 1, 3), top_k=8)
 
 
 @pytest.mark.parametrize("combine", ["bf16", "fp8_block"])
-@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+@both_kinds
 def test_a_rank_that_leaves_reads_its_rows(
     small: bool, combine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,7 +251,7 @@ def test_a_rank_that_leaves_reads_its_rows(
     compare.check_combined(case, inputs, run_ranks(3, rank_main))
 
 
-@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+@both_kinds
 def test_a_rank_that_dies_in_its_last_combine(small: bool) -> None:
     """Nobody waits for it for ever, and not at all after mask()."""
     case = dataclasses.replace(LEAVING, tokens=(5, 4), capacity=8)
@@ -281,7 +280,7 @@ def test_a_rank_that_dies_in_its_last_combine(small: bool) -> None:
 
 
 @pytest.mark.parametrize("ahead", first_of([1, 0, -1, 2, 2**31 - 5]))
-@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+@both_kinds
 def test_the_last_word_of_a_leaver_may_be_old(small: bool, ahead: int) -> None:
     """Small combines leave it as it is, for however many rounds."""
     emulated.check_stale_end_of_reading("cpu", small=small, ahead=ahead, ctas=2)
@@ -315,13 +314,8 @@ def test_ranks_that_may_not_leave() -> None:
     run_ranks(2, rank_main)
 
 
-@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
-def test_counters(small: bool) -> None:
-    check_counters(small=small)
-
-
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
-@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+@both_kinds
 def test_a_timeout_names_ranks_of_the_round_only(small: bool, phase: str) -> None:
     """Rank 1 is left out, rank 3 is late."""
     case = Case(name="late", tokens=(3, 3, 3, 3), timeout_s=2.0, small=small)
@@ -348,12 +342,8 @@ def test_a_timeout_names_ranks_of_the_round_only(small: bool, phase: str) -> Non
 # Masks that are wrong.
 
 
-@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+@both_kinds
 def test_masks_that_differ(small: bool) -> None:
-    check_masks_that_differ(small)
-
-
-def check_masks_that_differ(small: bool) -> None:
     """Ranks that name each other compare their masks."""
     case = Case(name="differ", tokens=(3, 3, 3), timeout_s=3.0, small=small)
     inputs = cases.make_inputs(case)
@@ -392,14 +382,10 @@ def test_a_mask_without_oneself() -> None:
     compare.check_combined(case, inputs, seen)
 
 
-@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+@both_kinds
 def test_a_mask_without_oneself_that_only_the_kernel_sees(
     small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_left_out_by_oneself(small, monkeypatch)
-
-
-def check_left_out_by_oneself(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where a replayed launch takes what the tensor holds. Nothing is sent."""
     monkeypatch.setattr(checks, "names_itself", lambda *_: None)
     case = Case(name="unseen", tokens=(3, 3), timeout_s=20.0, small=small)
@@ -423,8 +409,3 @@ def check_left_out_by_oneself(small: bool, monkeypatch: pytest.MonkeyPatch) -> N
             return all(map(torch.equal, payloads, before))
 
     assert run_ranks(2, rank_main) == [True, True]
-
-
-def test_a_mask_of_a_rank_that_is_none() -> None:
-    with pytest.raises(InputError, match=r"rank 8 is not in 0\.\.7; name ranks of the exchange"):
-        rank_mask((1, 8), 8)

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from moe_nvlink_plugin.verify import cases, compare
 from moe_nvlink_plugin.verify.cases import ADDS, COMBINE_FORMATS, Case
+from tests.core.exchange.small_exchange import alone
 from tests.support import case_list, emulated
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -40,10 +41,10 @@ def test_every_finish(add: str, scale: float, dtype: torch.dtype) -> None:
     check(dataclasses.replace(RAGGED, dtype=dtype, add=add, scale=scale))
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 6, 7, 8, 13, 22, 32])
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 5, 6, 7, 8, 13, 22, 32])
 def test_every_top_k(top_k: int) -> None:
     """Each number of partial rows has a sum of its own on CPU ranks."""
-    for dtype in (BF16, FP32):
+    for dtype in (BF16, FP16, FP32):
         case = Case(tokens=(3, 8, 0, 4, 5), num_experts=max(16, top_k), top_k=top_k, dtype=dtype)
         check(dataclasses.replace(case, hidden_size=38, add="in place", scale=1 / 3))
 
@@ -75,27 +76,17 @@ def test_every_format(combine: str, dtype: torch.dtype) -> None:
 # Values that say which arithmetic it was.
 
 
-def alone(num_tokens: int, dtype: torch.dtype, *, small: bool) -> MoeAllToAll:
-    """A rank alone with rows of four elements, both experts of which are its own."""
-    (group,) = ThreadGroup.ranks(1)
-    config = AllToAllConfig(
-        ep_size=1,
-        ep_rank=0,
-        num_experts=2,
-        top_k=2,
-        hidden_size=4,
-        max_tokens_per_rank=num_tokens,
-        dtype=dtype,
-        small_tokens=num_tokens if small else 0,
-    )
-    return MoeAllToAll.create(config, group)
+def one_token(dtype: torch.dtype, *, small: bool) -> MoeAllToAll:
+    """A rank alone with a row of four elements, all experts of which are its own."""
+    sizes = {"hidden_size": 4, "max_tokens_per_rank": 1, "small_tokens": int(small)}
+    return alone(**sizes, dtype=dtype)
 
 
 def finished(
     rows: list[float], added: list[float] | None, scale: float, dtype: torch.dtype, *, small: bool
 ) -> torch.Tensor:
     """What combine makes of a row of four sums."""
-    with alone(1, dtype, small=small) as layer:
+    with one_token(dtype, small=small) as layer:
         ids, weights = torch.tensor([[0, 1]], dtype=torch.int32), torch.ones(1, 2)
         received = layer.dispatch(torch.zeros(1, 4, dtype=dtype), ids, weights)
         partial = torch.tensor([rows], dtype=dtype)
@@ -134,7 +125,7 @@ def test_signs_of_zero(small: bool) -> None:
 @both_kernels
 def test_a_token_without_experts_keeps_its_added_row(small: bool) -> None:
     """Also its -0.0, and the result without `add` is 0.0."""
-    with alone(1, BF16, small=small) as layer:
+    with one_token(BF16, small=small) as layer:
         ids, weights = torch.full((1, 2), -1, dtype=torch.int32), torch.ones(1, 2)
         rows = torch.zeros(1, 4, dtype=BF16)
         added = torch.tensor([[-0.0, 0.0, 1e-40, float("inf")]]).to(BF16)

@@ -14,7 +14,6 @@ import torch
 from moe_nvlink_plugin import MoeAllToAll, rank_mask, reference
 from moe_nvlink_plugin.errors import (
     ConfigError,
-    DisagreementError,
     ExchangeTimeoutError,
     InputError,
 )
@@ -154,25 +153,6 @@ def test_what_the_caller_has_counted(small: bool) -> None:
         compare.assert_same_bits(counted, whole, f"rank {rank}, which counts")
 
 
-def test_rounds_of_both_kinds_in_turns() -> None:
-    """One layer, whose bound goes up and down: small kernels, then the others, and back."""
-    case = dataclasses.replace(FIVE, tokens=(4, 0, 3, 4, 1))
-    inputs = [cases.make_inputs(case, seed=seed) for seed in range(6)]
-
-    def rank_main(group: ThreadGroup) -> list[torch.Tensor]:
-        config = dataclasses.replace(case.config(group.rank), small_tokens=4)
-        with MoeAllToAll.create(config, group) as layer:
-            return [
-                dispatched(layer, of_round[group.rank], max_tokens=(4, 8)[number % 2])
-                for number, of_round in enumerate(inputs)
-            ]
-
-    for rank, found in enumerate(run_ranks(case.ep_size, rank_main)):
-        for number, counts in enumerate(found):
-            wanted = expected(case, inputs[number], rank, padded=False)
-            compare.assert_same_bits(counts, wanted, f"rank {rank}, round {number}")
-
-
 @both_kernels
 def test_a_rank_that_is_left_out_and_late(small: bool) -> None:
     """What it stores into its slice of the staging when the others have gone on counts for nobody:
@@ -274,25 +254,3 @@ def test_counts_that_do_not_fit(number: int, given: torch.Tensor | None, message
 def test_a_number_of_counts_out_of_range(number: int) -> None:
     with pytest.raises(ConfigError, match=r"num_expert_counts=.* from 0 to 65536"):
         Case(tokens=(1,), num_expert_counts=number).config(0)
-
-
-@both_kernels
-def test_layers_that_differ_in_counts_only(small: bool) -> None:
-    """In one round: the ranks find out by the cells' tags."""
-    case = dataclasses.replace(FIVE, tokens=(3, 3), timeout_s=2.0, small=small)
-    plain = dataclasses.replace(case, num_expert_counts=0)
-    inputs = cases.make_inputs(case)
-
-    def rank_main(group: ThreadGroup) -> None:
-        first = MoeAllToAll.create(case.config(group.rank), group)
-        second = MoeAllToAll.create(plain.config(group.rank), group, share_with=first)
-        try:
-            (first, second)[group.rank].dispatch(*inputs[group.rank][:3])
-        finally:
-            group.all_gather_object(None)
-            second.close()
-            first.close()
-
-    for rank, error in enumerate(try_ranks(2, rank_main)):
-        assert isinstance(error, DisagreementError), error
-        assert f"num_expert_counts={(12, 0)[rank]}" in str(error)

@@ -38,19 +38,19 @@ def going_with_counts(_: pytest.MonkeyPatch) -> None:
 
 
 def differing(small: bool) -> Check:
-    return lambda _: masks.check_masks_that_differ(small)
+    return lambda _: masks.test_masks_that_differ(small)
 
 
 def left_out(small: bool) -> Check:
-    return functools.partial(masks.check_left_out_by_oneself, small)
+    return functools.partial(masks.test_a_mask_without_oneself_that_only_the_kernel_sees, small)
 
 
 def counters(_: pytest.MonkeyPatch) -> None:
-    masks.check_counters(small=True)
+    masks.test_counters(small=True)
 
 
 def two_words(_: pytest.MonkeyPatch) -> None:
-    masks.check_two_words(small=False)
+    masks.test_a_mask_of_two_words(small=False)
 
 
 def going_on(_: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeTimeoutError
-from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.transport import nvlink
 from moe_nvlink_plugin.verify import cases, compare
 from moe_nvlink_plugin.verify.cases import Case, Seen
-from tests.support import fake_cuda, kernel_texts
+from tests.core.launch.test_cuda_launch import stand_in
+from tests.support import fake_cuda
 from tests.support.fake_cuda import ptx
 from tests.support.fake_cuda.transport import install
 from tests.support.ranks import run_processes
@@ -47,15 +47,11 @@ def stand_in_driver(
     """Processes started meanwhile have it; with "fabric" they take themselves for other hosts, with
     "ptx" the driver runs the kernels' PTX and not their host build.
     """
-    options: dict[str, Any] = {"fabric": int(request.param == "fabric")}
     if request.param == "ptx":
         units = ptx.of_configs(*(case.config(0) for case in (SMALL, LARGE)))
-        options["ptx"] = ptx.prepare(tmp_path / "ptx", units)
+        stand_in(tmp_path, monkeypatch, units)
     else:
-        options |= {"kernels": host.build(kernel_texts.host_source()), "most_ctas": 2}
-    variables = fake_cuda.environment(fake_cuda.build(tmp_path), **options)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+        stand_in(tmp_path, monkeypatch, fabric=int(request.param == "fabric"), most_ctas=2)
     return str(request.param)
 
 

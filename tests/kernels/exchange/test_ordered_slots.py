@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from moe_nvlink_plugin import AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError, MismatchError
 from moe_nvlink_plugin.verify.cases import Case, make_inputs, with_formats
 from moe_nvlink_plugin.verify.compare import assert_same_bits, check_slots
+from tests.core.exchange.small_exchange import config
 from tests.support.case_list import CASES, check_case, run_case
 
 MANY = Case(
@@ -61,12 +61,4 @@ def test_without_it_threads_mix_them_up() -> None:
 
 def test_it_must_be_a_bool() -> None:
     with pytest.raises(ConfigError, match="ordered_slots=1 must be True or False"):
-        AllToAllConfig(
-            ep_size=1,
-            ep_rank=0,
-            num_experts=1,
-            top_k=1,
-            hidden_size=1,
-            max_tokens_per_rank=1,
-            ordered_slots=1,  # type: ignore[arg-type]
-        )
+        config(ordered_slots=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,15 +27,10 @@ def test_a_clock_that_goes_back_ends_no_wait(monkeypatch: pytest.MonkeyPatch) ->
     inputs = cases.make_inputs(case)
 
     def rank_main(group: ThreadGroup) -> torch.Tensor:
-        config = case.config(group.rank)
-        with MoeAllToAll.create(config, group) as exchange:
+        with MoeAllToAll.create(case.config(group.rank), group) as exchange:
             if group.rank == 1:
                 until_looked(library)
-            received = exchange.dispatch(*inputs[group.rank])
-            rows = cases.expert_rows(
-                config, group.rank, received.hidden_states, received.topk_ids, received.topk_weights
-            )
-            return exchange.combine(rows, received.metadata)
+            return cases.run_round(exchange, inputs[group.rank]).combined
 
     for rank, combined in enumerate(run_ranks(case.ep_size, rank_main)):
         expected = compare.expected_combined(case, inputs[rank], rank)
@@ -56,21 +52,16 @@ def test_who_changes_a_cell_wakes_the_sleepers(monkeypatch: pytest.MonkeyPatch) 
         found = []
         with MoeAllToAll.create(config, group) as exchange:
             for number in range(40):
-                is_last = group.rank == number % case.ep_size
-                in_combine = number % 2 == 1
-                if is_last and not in_combine:
-                    until_others_sleep(exchange)
-                received = exchange.dispatch(*inputs[group.rank])
-                rows = cases.expert_rows(
-                    config,
-                    group.rank,
-                    received.hidden_states,
-                    received.topk_ids,
-                    received.topk_weights,
-                )
-                if is_last and in_combine:
-                    until_others_sleep(exchange)
-                found.append(exchange.combine(rows, received.metadata))
+                is_last, in_combine = group.rank == number % case.ep_size, number % 2 == 1
+                # Of dispatch, of combine.
+                waits = iter((is_last and not in_combine, is_last and in_combine))
+
+                def before(waits: Iterator[bool] = waits) -> None:
+                    if next(waits):
+                        until_others_sleep(exchange)
+
+                mine = inputs[group.rank]
+                found.append(cases.run_round(exchange, mine, before=before).combined)
             group.all_gather_object(None)
             assert sleepers_of(exchange) == [0] * case.ep_size
         return found

@@ -1,4 +1,4 @@
-"""tests/support/real_path.py on CPU ranks: the GPU tests' own code, run before there is a GPU."""
+"""real_path.py and comings.py on CPU ranks: the GPU tests' own code, before there is a GPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.verify import cases
+from tests.support import comings, real_path
 from tests.support import ranks as processes
-from tests.support import real_path
 
 each_kind = pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
 
@@ -71,3 +71,12 @@ def test_a_missing_process(small: bool, tmp_path: Path) -> None:
 def test_growth(small: bool, tmp_path: Path) -> None:
     seen = processes.run_processes(2, real_path.process_grows, tmp_path, "cpu", 10, small)
     real_path.check_process_rounds(seen, "cpu", 10)
+
+
+@pytest.mark.parametrize("small", [pytest.param(False, marks=pytest.mark.long), True])
+def test_ranks_that_come_and_go(small: bool, tmp_path: Path) -> None:
+    lives = processes.run_processes(3, comings.process_stays, tmp_path, "cpu", small, killed=(2,))
+    comings.check(lives, "cpu", small=small)
+    lives[0].seen[0].output[0, 0] += 1
+    with pytest.raises(AssertionError, match="rank 0, replay 0"):
+        comings.check(lives, "cpu", small=small)

@@ -13,8 +13,11 @@ from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from moe_nvlink_plugin.verify import cases, compare
-from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen
+from moe_nvlink_plugin.verify.cases import Case, Seen
+from tests.kernels.exchange.test_rounds import check_rounds
 from tests.support import case_list
+
+both_kinds = pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
 
 #: What a layer may say of its ids; 5 is the id of an expert, 2**31 - 1 of none.
 RECEIVED_IDS: tuple[str | int, ...] = ("elsewhere", "local", -1, 5, 2**31 - 1)
@@ -85,31 +88,13 @@ MASKS: dict[str, Callable[[int], torch.Tensor]] = {
 }
 
 
-def _padded_round(layer: MoeAllToAll, inputs: Inputs, mask: torch.Tensor) -> Seen:
-    config, hidden = layer.config, inputs.hidden_states
-    received = layer.dispatch(
-        hidden,
-        inputs.topk_ids,
-        inputs.topk_weights,
-        inputs.extras,
-        global_scale=cases.global_scale(config, "cpu"),
-        is_padding=mask,
-    )
-    rows = cases.activations(config, received.hidden_states, received.scales)
-    ids = cases.global_ids(config, received.topk_ids)
-    made = cases.expert_rows(config, config.ep_rank, rows, ids, received.topk_weights)
-    payloads = tuple(payload.clone() for payload in cases.received_payloads(received))
-    seen = (received.recv_counts.clone(), received.topk_ids.clone(), payloads)
-    slots = received.metadata.send_slots.clone()
-    return Seen(*seen, slots, layer.combine(made, received.metadata))
-
-
+@both_kinds
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("recipe", [None, "fp8_token", "nvfp4"])
-def test_padding_is_not_sent(recipe: str | None, mask: str) -> None:
+def test_padding_is_not_sent(recipe: str | None, mask: str, small: bool) -> None:
     """As if all ids of the masked tokens were -1, and no kernel reads the tokens' rows."""
     base = Case(name="padded", tokens=(8, 5, 0), top_k=3, received_ids="elsewhere", num_threads=2)
-    case = cases.with_formats(base, recipe)
+    case = dataclasses.replace(cases.with_formats(base, recipe), small=small)
     inputs = cases.make_inputs(case)
     masks = [MASKS[mask](len(mine.topk_ids)) for mine in inputs]
     ids = reference.without_padding([mine.topk_ids for mine in inputs], masks)
@@ -120,7 +105,8 @@ def test_padding_is_not_sent(recipe: str | None, mask: str) -> None:
 
     def rank_main(group: ThreadGroup) -> Seen:
         with MoeAllToAll.create(case.config(group.rank), group) as layer:
-            return _padded_round(layer, spoilt[group.rank], masks[group.rank])
+            mine, mask = spoilt[group.rank], masks[group.rank]
+            return cases.run_round(layer, mine, zero_copy=False, is_padding=mask)
 
     seen = run_ranks(case.ep_size, rank_main)
     compare.check_slots(case, without, seen)
@@ -128,23 +114,6 @@ def test_padding_is_not_sent(recipe: str | None, mask: str) -> None:
     compare.check_combined(case, without, seen)
     for rank, padding in zip(seen, masks, strict=True):
         assert not rank.combined[padding].any()
-
-
-def test_a_mask_is_read_at_each_call() -> None:
-    """As a captured graph does: the same tensor, other values."""
-    case = Case(name="changed", tokens=(4,))
-    (inputs,) = cases.make_inputs(case)
-    mask = torch.zeros(4, dtype=torch.bool)
-
-    def rank_main(group: ThreadGroup) -> list[int]:
-        counts = []
-        with MoeAllToAll.create(case.config(group.rank), group) as layer:
-            for padding in (0, 3, 1):
-                mask[:] = torch.arange(4) < padding
-                counts.append(int(_padded_round(layer, inputs, mask).recv_counts.sum()))
-        return counts
-
-    assert run_ranks(1, rank_main) == [[4, 1, 3]]
 
 
 # Layouts of scales.
@@ -192,75 +161,32 @@ def filled_places(layout: str, filled: torch.Tensor, columns: int) -> torch.Tens
     return laid_out(layout, marks).bool()
 
 
+@both_kinds
 @pytest.mark.parametrize("case", LAYOUT_CASES, ids=lambda case: case.name)
-def test_scales_in_the_layout_of_the_experts(case: Case) -> None:
-    """The same bits as the linear scales, which every row brings too, in rounds of other sizes."""
-    inputs = [cases.make_inputs(case, seed=number) for number in range(3)]
+def test_scales_in_the_layout_of_the_experts(case: Case, small: bool) -> None:
+    """Those of the recipe, in rounds of other sizes, whatever has been there before."""
+    case = dataclasses.replace(case, small=small)
+    tokens = [tuple(count >> number for count in case.tokens) for number in range(3)]
+    inputs = [cases.make_inputs(case, each, seed=number) for number, each in enumerate(tokens)]
 
-    def rank_main(group: ThreadGroup) -> None:
-        config = case.config(group.rank)
-        linear = dataclasses.replace(config, scales_layout="linear")
-        with (
-            MoeAllToAll.create(linear, group) as plain,
-            MoeAllToAll.create(config, group) as layer,
-        ):
+    def rank_main(group: ThreadGroup) -> list[Seen]:
+        seen = []
+        with MoeAllToAll.create(case.config(group.rank), group) as layer:
+            laid_out_here = layer._layer.channel(0)._scales
             for number, of_round in enumerate(inputs):
+                laid_out_here.view(torch.uint8).fill_(1)
                 mine = of_round[group.rank]
-                kept = len(mine.topk_ids) >> number
-                hidden, ids, weights = (part[:kept] for part in mine[:3])
-                mine = Inputs(hidden, ids, weights, ())
-                rows, scales = _scales_of_round(plain, mine, post_quant=number == 1)
-                again, laid = _scales_of_round(layer, mine, post_quant=number == 1)
-                assert case.num_threads > 1 or torch.equal(rows[0], again[0])
-                _check_scales(case, rows, scales, again, laid)
+                seen.append(cases.run_round(layer, mine, post_quant=number == 1))
+        return seen
 
-    run_ranks(case.ep_size, rank_main)
+    check_rounds(case, inputs, run_ranks(case.ep_size, rank_main))
 
 
-def _scales_of_round(
-    layer: MoeAllToAll, inputs: Inputs, *, post_quant: bool
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Hidden rows and which slots are filled; the scales as dispatch returned them."""
-    received = cases.dispatch(layer, inputs, post_quant=post_quant)
-    assert received.scales is not None
-    rows = received.hidden_states.view(torch.uint8).clone()
-    filled = (received.topk_ids >= 0).any(1)
-    scales = torch.empty_like(received.scales).copy_(received.scales)
-    assert scales.stride() == received.scales.stride()
-    layer.combine(layer.combine_input(), received.metadata)
-    # Slots that the next round leaves empty have this in all layouts.
-    received.scales.view(torch.uint8 if scales.dim() == 1 else scales.dtype).fill_(1)
-    return (rows, filled), scales
-
-
-def _check_scales(
-    case: Case,
-    rows: tuple[torch.Tensor, torch.Tensor],
-    scales: torch.Tensor,
-    again: tuple[torch.Tensor, torch.Tensor],
-    laid: torch.Tensor,
-) -> None:
-    assert torch.equal(rows[1], again[1])
-    if case.num_threads > 1:  # slots depend on timing: the same row has the same scales
-        scales = _in_the_order_of(rows, again, scales)
-    expected = laid_out(case.scales_layout, scales)
-    assert laid.shape == expected.shape
-    assert laid.stride() == expected.stride() or scales.shape[1] == 1
-    here = filled_places(case.scales_layout, rows[1], scales.shape[1])
-    compare.assert_same_bits(laid[here], expected[here], case.name)
-
-
-def _in_the_order_of(
-    rows: tuple[torch.Tensor, torch.Tensor],
-    again: tuple[torch.Tensor, torch.Tensor],
-    scales: torch.Tensor,
-) -> torch.Tensor:
-    """`scales` of `rows`, in the slots in which `again` has the same rows."""
-    ordered = scales.clone()
-    of_row = {bytes(rows[0][slot].tolist()): slot for slot in rows[1].nonzero().flatten().tolist()}
-    for slot in again[1].nonzero().flatten().tolist():
-        ordered[slot] = scales[of_row[bytes(again[0][slot].tolist())]]
-    return ordered
+def test_layouts_of_the_tests_are_read_back_by_verify() -> None:
+    scales = torch.randint(0, 256, (150, 6), dtype=torch.uint8)
+    case = Case(tokens=(1,), hidden_size=6 * 32, recipe="mxfp8", scales_layout="interleaved")
+    linear = cases.linear_scales(case.config(0), laid_out("interleaved", scales))
+    assert torch.equal(linear[:150, :6], scales)
 
 
 def test_layouts_of_the_tests_are_the_layouts_of_vllm() -> None:

@@ -25,7 +25,7 @@ from moe_nvlink_plugin.verify import cases, compare
 from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen
 from tests.support import delays, emulated
 from tests.support import ranks as processes
-from tests.support.emulated import EmulatedRanks
+from tests.support.emulated import EmulatedRanks, varying_inputs
 
 
 def poison_received(received: Dispatched) -> None:
@@ -61,17 +61,6 @@ def poisoned_round(layer: MoeAllToAll, inputs: Inputs, delay: Callable[[], None]
     delay()
     combined = layer.combine(region, received.metadata)
     return Seen(counts, ids, copies, received.metadata.send_slots, combined)
-
-
-def varying_inputs(case: Case, rounds: int) -> list[list[Inputs]]:
-    """Other tokens and other token counts, 0 and capacity among them, in every round."""
-    choose = random.Random(case.seed)
-    return [
-        cases.make_inputs(
-            case, tuple(choose.randint(0, case.capacity) for _ in case.tokens), seed=number
-        )
-        for number in range(rounds)
-    ]
 
 
 def check_rounds(case: Case, inputs: list[list[Inputs]], seen: list[list[Seen]]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_nvlink_plugin.recipes import QuantisedRows
+from moe_nvlink_plugin.recipes import QuantisedRows, fp8
 from moe_nvlink_plugin.recipes.fp8 import FP8_BLOCK, FP8_BLOCK_POW2, FP8_TENSOR, FP8_TOKEN
 from moe_nvlink_plugin.recipes.mxfp8 import MXFP8
 from moe_nvlink_plugin.recipes.nvfp4 import NVFP4
@@ -137,6 +137,30 @@ def rows_at_limits(block: int) -> torch.Tensor:
     amax = amax.reshape(-1, 1)
     fractions = torch.linspace(-1.0, 1.0, block - 1)
     return torch.cat((amax, amax * fractions), 1)
+
+
+def hard_numbers() -> torch.Tensor:
+    """fp32: all 16-bit numbers, ties of both formats, a million of any bits, limits."""
+    numbers = [patterns(dtype).float() for dtype in (torch.bfloat16, torch.float16)]
+    both = (E4M3_NUMBERS, E2M1_NUMBERS)
+    numbers += [tied_rows(2, steps, range(1)).flatten() for steps in both]
+    random = torch.Generator().manual_seed(5)
+    bits = torch.randint(-(2**31), 2**31, (1_000_000,), generator=random).to(torch.int32)
+    usual = torch.randint(0x3A000000, 0x44000000, (500_000,), generator=random).to(torch.int32)
+    limits = torch.tensor([448.0, 464.0, 480.0, 5.0, 6.0, 0.25, 2.0**-10, 2.0**-9])
+    near = (limits.view(torch.int32)[:, None] + torch.arange(-3, 4, dtype=torch.int32)).flatten()
+    all_bits = torch.cat((bits, usual, near))
+    return torch.cat([*numbers, all_bits.view(torch.float32), -all_bits.view(torch.float32)])
+
+
+_NEAREST_E4M3 = fp8.to_e4m3
+
+
+def truncated_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """A mistake that is easily made: e4m3 toward zero."""
+    nearest = _NEAREST_E4M3(values)
+    beyond = nearest.float().abs() > values.abs()
+    return (nearest.view(torch.uint8) - beyond.to(torch.uint8)).view(fp8.E4M3)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The kernels' quantisers (quantise.h, number_formats.h) against the recipes and IEEE division.
+"""The kernels' quantisers (quantise.h, number_formats.h) against the recipes, torch, IEEE division.
 
 The host's library exports them over rows and arrays; the text is the one a GPU's kernel is made of,
 its hardware conversions and approximate reciprocals apart.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -26,34 +27,42 @@ EVERY_RECIPE = pytest.mark.parametrize("name", RECIPES)
 ONE = torch.ones(1)
 
 
-def by_kernel(name: str, source: torch.Tensor, scale: torch.Tensor = ONE) -> QuantisedRows:
+def on_host(name: str, *arguments: torch.Tensor | float) -> None:
+    """Calls a function that the host's library exports for tests."""
+    function = getattr(host.load(kernel_texts.host_source())._library, f"moe_nvlink_{name}")
+    function(*map(_as_c, arguments))
+
+
+def _as_c(argument: torch.Tensor | float) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    return ctypes.c_int64(argument) if isinstance(argument, int) else ctypes.c_float(argument)
+
+
+def by_kernel(
+    name: str,
+    source: torch.Tensor,
+    scale: torch.Tensor = ONE,
+    call: Callable[..., None] = on_host,
+) -> QuantisedRows:
     """What dispatch makes of contiguous rows on their way. Outputs begin as 0xa5."""
     recipe = RECIPES[name]
     announced = recipe.hidden_row(source.shape[1]), recipe.scales_row(source.shape[1])
-    outputs = [
+    rows, scales = (
         None
         if row is None
         else torch.full((len(source), row.row_bytes), 0xA5, dtype=torch.uint8).view(row.dtype)
         for row in announced
-    ]
-    pointers = [ctypes.c_void_p(0 if out is None else out.data_ptr()) for out in outputs]
-    host.load(kernel_texts.host_source())._library.moe_nvlink_quantise_rows(
-        constants()[f"kQuantiser{recipe.quantiser}"],
-        element_code(source.dtype),
-        ctypes.c_void_p(source.data_ptr()),
-        ctypes.c_void_p(scale.data_ptr()),
-        *pointers,
-        ctypes.c_int64(len(source)),
-        source.shape[1],
     )
-    assert outputs[0] is not None
-    return QuantisedRows(outputs[0], outputs[1])
+    assert rows is not None
+    codes = constants()[f"kQuantiser{recipe.quantiser}"], element_code(source.dtype)
+    outputs = rows, 0 if scales is None else scales
+    call("quantise_rows", *codes, source, scale, *outputs, len(source), source.shape[1])
+    return QuantisedRows(rows, scales)
 
 
 def over_array(name: str, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    function = getattr(host.load(kernel_texts.host_source())._library, f"moe_nvlink_{name}")
-    pointers = ctypes.c_void_p(source.data_ptr()), ctypes.c_void_p(target.data_ptr())
-    function(*pointers, ctypes.c_int64(source.numel()))
+    on_host(name, source, target, source.numel())
     return target
 
 
@@ -128,31 +137,76 @@ def test_rows_that_lie_on_no_boundary(name: str) -> None:
     check(name, buffer[2:].view(5, hidden_size))
 
 
+# ---- Of 16 bits to fp32 and back: every pattern up, millions of fp32 patterns down.
+
+FORMATS = pytest.mark.parametrize(
+    ("element", "dtype"), [("kElementBf16", torch.bfloat16), ("kElementFp16", torch.float16)]
+)
+
+
+def convert(name: str, element: str, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    on_host(name, constants()[element], source, target, source.numel())
+    return target
+
+
+def first_difference(patterns: torch.Tensor, ours: torch.Tensor, torchs: torch.Tensor) -> str:
+    index = int((ours != torchs).nonzero()[0])
+    values = (int(tensor[index]) & 0xFFFFFFFF for tensor in (patterns, ours, torchs))
+    return "pattern {:#x} became {:#x}, with torch {:#x}".format(*values)
+
+
+@FORMATS
+def test_every_16_bit_pattern_to_fp32(element: str, dtype: torch.dtype) -> None:
+    patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16)
+    ours = convert("to_float", element, patterns, torch.empty(65536)).view(torch.int32)
+    torchs = patterns.view(dtype).float().view(torch.int32)
+    # A NaN stays a NaN; which one is not promised.
+    both_nan = ours.view(torch.float32).isnan() & torchs.view(torch.float32).isnan()
+    different = (ours != torchs) & ~both_nan
+    assert not bool(different.any()), first_difference(patterns, ours, torchs)
+
+
+def interesting_fp32() -> torch.Tensor:
+    """int32 patterns: random ones, ties of both formats, and the neighbourhood of every limit."""
+    generator = torch.Generator().manual_seed(11)
+    anywhere = torch.randint(-(2**31), 2**31, (3_000_000,), generator=generator)
+    # fp16's range, subnormals included, is a small part of fp32's.
+    in_fp16 = torch.randint(0x32000000, 0x48000000, (2_000_000,), generator=generator)
+    halves = torch.arange(65536) << 16
+    ties = torch.cat([halves + 0x8000, halves + 0x7FFF, halves + 0x8001, halves, halves + 0xFFFF])
+    fp16_ties = torch.arange(0x33000000 >> 12, 0x47900000 >> 12) << 12
+    limits = torch.tensor(
+        [0, 1, 0x00800000, 0x33000000, 0x38800000, 0x387FF000, 0x477FE000, 0x477FF000, 0x47800000]
+        + [0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
+    )
+    near = (limits[:, None] + torch.arange(-3, 4)).reshape(-1)
+    every = torch.cat([anywhere, in_fp16, ties, fp16_ties, fp16_ties + 1, fp16_ties - 1, near])
+    every = torch.cat([every, every ^ 0x80000000]) & 0xFFFFFFFF
+    return torch.where(every >= 2**31, every - 2**32, every).to(torch.int32)
+
+
+@FORMATS
+def test_fp32_to_16_bits(element: str, dtype: torch.dtype) -> None:
+    patterns = interesting_fp32()
+    ours = torch.empty(patterns.shape, dtype=torch.int16)
+    convert("from_float", element, patterns, ours)
+    torchs = patterns.view(torch.float32).to(dtype).view(torch.int16)
+    both_nan = ours.view(dtype).isnan() & torchs.view(dtype).isnan()
+    different = (ours != torchs) & ~both_nan
+    assert not bool(different.any()), first_difference(patterns, ours, torchs)
+
+
 # ---- Conversions and division.
 
 
-def hard_numbers() -> torch.Tensor:
-    """fp32: all 16-bit numbers, ties of both formats, a million of any bits, limits."""
-    numbers = [rows_of.patterns(dtype).float() for dtype in (torch.bfloat16, torch.float16)]
-    both = (rows_of.E4M3_NUMBERS, rows_of.E2M1_NUMBERS)
-    numbers += [rows_of.tied_rows(2, steps, range(1)).flatten() for steps in both]
-    random = torch.Generator().manual_seed(5)
-    bits = torch.randint(-(2**31), 2**31, (1_000_000,), generator=random).to(torch.int32)
-    usual = torch.randint(0x3A000000, 0x44000000, (500_000,), generator=random).to(torch.int32)
-    limits = torch.tensor([448.0, 464.0, 480.0, 5.0, 6.0, 0.25]).view(torch.int32)
-    near = (limits[:, None] + torch.arange(-3, 4, dtype=torch.int32)).flatten()
-    all_bits = torch.cat((bits, usual, near))
-    return torch.cat([*numbers, all_bits.view(torch.float32), -all_bits.view(torch.float32)])
-
-
 def test_e4m3_from_float() -> None:
-    values = hard_numbers()
+    values = rows_of.hard_numbers()
     ours = over_array("e4m3_from_float", values, torch.empty(len(values), dtype=torch.uint8))
     assert not bool(differing(ours.view(fp8.E4M3), fp8.to_e4m3(values)).any())
 
 
 def test_e2m1_from_float() -> None:
-    values = hard_numbers()
+    values = rows_of.hard_numbers()
     ours = over_array("e2m1_from_float", values, torch.empty(len(values), dtype=torch.uint8))
     assert torch.equal(ours, nvfp4.e2m1_codes(values))
 
@@ -168,12 +222,7 @@ def test_every_code_to_float() -> None:
 
 def divided(values: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
     quotients = torch.empty_like(values)
-    host.load(kernel_texts.host_source())._library.moe_nvlink_divide(
-        ctypes.c_void_p(values.data_ptr()),
-        ctypes.c_float(float(divisor)),
-        ctypes.c_void_p(quotients.data_ptr()),
-        ctypes.c_int64(values.numel()),
-    )
+    on_host("divide", values, float(divisor), quotients, values.numel())
     return quotients
 
 
@@ -231,15 +280,10 @@ def mistakes() -> Iterator[tuple[str, Callable[[pytest.MonkeyPatch], None]]]:
     """Each makes one recipe wrong, in a way that an implementation easily is."""
     codes, e4m3 = nvfp4.e2m1_codes, fp8.to_e4m3
 
-    def truncating(values: torch.Tensor) -> torch.Tensor:
-        nearest = e4m3(values)
-        beyond = nearest.float().abs() > values.abs()
-        return (nearest.view(torch.uint8) - beyond.to(torch.uint8)).view(fp8.E4M3)
-
     def losing_nan(values: torch.Tensor) -> torch.Tensor:
         return e4m3(values.nan_to_num(448.0))
 
-    yield "fp8_block", lambda patch: patch.setattr(fp8, "to_e4m3", truncating)
+    yield "fp8_block", lambda patch: patch.setattr(fp8, "to_e4m3", rows_of.truncated_e4m3)
     yield "fp8_token", lambda patch: patch.setattr(fp8, "divide", lambda x, by: x * (1.0 / by))
     yield "fp8_tensor", lambda patch: patch.setattr(fp8, "to_e4m3", losing_nan)
     yield (

@@ -15,8 +15,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from moe_nvlink_plugin.errors import ConfigError, InputError
 from moe_nvlink_plugin.recipes import QuantisedRows, QuantisingRecipe, fp8, mxfp8, nvfp4
@@ -153,16 +151,6 @@ def test_recipe_is_the_kernels_arithmetic(name: str) -> None:
         )
 
 
-NEAREST_E4M3 = fp8.to_e4m3
-
-
-def truncated(values: torch.Tensor) -> torch.Tensor:
-    """e4m3 toward zero."""
-    nearest = NEAREST_E4M3(values)
-    beyond = nearest.float().abs() > values.abs()
-    return (nearest.view(torch.uint8) - beyond.to(torch.uint8)).view(fp8.E4M3)
-
-
 def by_reciprocal(blocks: torch.Tensor, scales: torch.Tensor) -> QuantisedRows:
     return QuantisedRows(fp8.to_e4m3(blocks * (1.0 / scales)[:, :, None]).flatten(1), scales)
 
@@ -197,7 +185,7 @@ def test_mistakes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found("nvfp4", lambda *a: with_nibbles_swapped(nvfp4.NVFP4.quantise(*a)))
     for module, recipe in ((fp8, fp8.FP8_TOKEN), (mxfp8, mxfp8.MXFP8)):
         with monkeypatch.context() as patch:
-            patch.setattr(module, "to_e4m3", truncated)
+            patch.setattr(module, "to_e4m3", rows_of.truncated_e4m3)
             assert found(recipe.name, recipe.quantise)
     with monkeypatch.context() as patch:
         patch.setattr(mxfp8, "_exponents", by_logarithm)
@@ -223,19 +211,9 @@ def nvfp4_codes_half_up(values: torch.Tensor) -> torch.Tensor:
 # ---- Conversions.
 
 
-def hard_numbers() -> torch.Tensor:
-    """fp32: all bf16 and fp16 numbers, e4m3's and e2m1's ties and what is beside them, any bits."""
-    numbers = [rows_of.patterns(dtype).float() for dtype in DTYPES[:2]]
-    both = (rows_of.E4M3_NUMBERS, rows_of.E2M1_NUMBERS)
-    numbers += [rows_of.tied_rows(2, steps, range(1)).flatten() for steps in both]
-    limits = torch.tensor([448.0, 464.0, 480.0, 5.0, 6.0, 2.0**-10, 2.0**-9, 0.25])
-    bits = torch.randint(-(2**31), 2**31, (300_000,), generator=torch.Generator().manual_seed(4))
-    return torch.cat([*numbers, limits, -limits, bits.to(torch.int32).view(torch.float32)])
-
-
 def test_e4m3_is_ml_dtypes_and_torchs() -> None:
     """ml_dtypes has NaN beyond 464, where we saturate as torch 2.13 does and the hardware."""
-    values = hard_numbers()
+    values = rows_of.hard_numbers()
     ours = fp8.to_e4m3(values)
     with np.errstate(invalid="ignore"):
         theirs = torch.from_numpy(values.numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
@@ -250,7 +228,7 @@ def test_e4m3_is_ml_dtypes_and_torchs() -> None:
 
 def test_e2m1_is_ml_dtypes() -> None:
     """NaN apart, which ml_dtypes makes -0: ours is 7, as NVIDIA's conversion has it."""
-    values = hard_numbers()
+    values = rows_of.hard_numbers()
     with np.errstate(invalid="ignore"):
         theirs = values.numpy().astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
     numbers = ~values.isnan()
@@ -533,19 +511,6 @@ def test_rows_are_what_the_recipe_announces(name: str) -> None:
         assert back.shape == (num_tokens, hidden_size)
 
 
-def test_bytes_per_token_at_hidden_7168() -> None:
-    expected = {
-        "fp8_block": 7392,
-        "fp8_block_pow2": 7392,
-        "fp8_token": 7172,
-        "fp8_tensor": 7168,
-        "mxfp8": 7392,
-    }
-    for name, size in {**expected, "nvfp4": 4032}.items():
-        rows = RECIPES[name].hidden_row(7168), RECIPES[name].scales_row(7168)
-        assert sum(row.row_bytes for row in rows if row is not None) == size
-
-
 @EVERY_RECIPE
 def test_what_is_no_activation(name: str) -> None:
     with pytest.raises(InputError, match=f"{name} .*shape \\[128\\]; reshape"):
@@ -589,111 +554,3 @@ def test_global_scales_that_are_fine() -> None:
     for value in (2.0**-126, 1.0, 2.0**126):
         assert float(check_global_scale("nvfp4", torch.tensor(value))) == value
         assert check_global_scale("nvfp4", torch.tensor([[value]])).shape == ()
-
-
-# ---- Properties.
-
-#: Relative to the block's amax: how far a value may move. e4m3 has 3 bits behind the leading one;
-#: 448 is the end of its range, so amax / 28 (powers of two: a scale is up to twice as large).
-BOUNDS = {
-    "fp8_block": 1 / 28,
-    "fp8_block_pow2": 1 / 14,
-    "fp8_token": 1 / 28,
-    "mxfp8": 1 / 14,
-    "nvfp4": 17 / 96,
-}
-
-
-@st.composite
-def activations(draw: st.DrawFn, block: int, blocks: int) -> torch.Tensor:
-    """`[1, block * blocks]` fp32: every block of its own magnitude."""
-    seed = draw(st.integers(0, 2**31))
-    random = torch.Generator().manual_seed(seed)
-    rows = torch.randn(blocks, block, generator=random)
-    heavy = draw(st.booleans())
-    rows = rows**5 if heavy else rows
-    exponents = torch.tensor(draw(st.lists(st.integers(-8, 8), min_size=blocks, max_size=blocks)))
-    return torch.ldexp(rows, exponents[:, None]).view(1, -1)
-
-
-def scale_for(source: torch.Tensor) -> torch.Tensor:
-    """The one that vLLM's calibration gives a tensor."""
-    return (448 * 6 / source.abs().amax()).reshape(1)
-
-
-@pytest.mark.parametrize("name", BOUNDS)
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_error_of_a_block(name: str, data: st.DataObject) -> None:
-    recipe, block = RECIPES[name], BLOCKS[name]
-    source = data.draw(activations(block, 1 if name == "fp8_token" else 4))
-    scale = scale_for(source)
-    rows, scales = recipe.quantise(source, scale)
-    error = (recipe.dequantise(rows, scales, torch.float32, scale) - source).abs()
-    amax = fp8.in_blocks(source, block).abs().amax(2, keepdim=True)
-    if name == "nvfp4":  # whose scales below e4m3's normal numbers are coarse
-        amax = amax.clamp(min=float(6 * 2.0**-6 / scale))
-    relative = fp8.in_blocks(error, block) / amax
-    assert float(relative.max()) <= BOUNDS[name] * (1 + 1e-6)
-
-
-@EVERY_RECIPE
-@settings(max_examples=30, deadline=None)
-@given(data=st.data())
-def test_signs_blocks_and_powers_of_two(name: str, data: st.DataObject) -> None:
-    recipe, block = RECIPES[name], BLOCKS[name]
-    source = data.draw(activations(block, 4)).view(4, block)
-    order = data.draw(st.permutations(range(4)))
-    scale = scale_for(source)
-    rows, scales = recipe.quantise(source, scale)
-    # Rows, and so blocks, know nothing of each other.
-    moved = recipe.quantise(source[order], scale)
-    assert_same(
-        moved, QuantisedRows(rows[order], None if scales is None else scales[order]), source
-    )
-    wide = recipe.quantise(source.view(1, -1), scale)
-    if recipe.scales_row(block) is not None and name != "fp8_token":
-        assert torch.equal(rows_of.bytes_of(wide.rows).view(-1), rows_of.bytes_of(rows).view(-1))
-    # A sign is a bit of the code and of nothing else.
-    minus = recipe.quantise(-source, scale)
-    flipped = rows.view(torch.uint8) ^ (0x88 if name == "nvfp4" else 0x80)
-    expected = QuantisedRows(flipped.view(rows.dtype), scales)
-    assert_same(minus, expected, source)
-    # Twice the values (and half the given scale): the same codes under twice the scales.
-    if name != "fp8_tensor":
-        double = recipe.quantise(source * 2, scale / 2)
-        assert torch.equal(double.rows.view(torch.uint8), rows.view(torch.uint8))
-
-
-@pytest.mark.parametrize("name", ["fp8_block", "fp8_block_pow2", "fp8_token", "mxfp8", "nvfp4"])
-def test_scales_grow_with_amax(name: str) -> None:
-    """And powers of two are the least that keep 448: never more than half is wasted."""
-    recipe, block = RECIPES[name], BLOCKS[name]
-    amax = (
-        torch.ldexp(
-            torch.rand(20_000, generator=torch.Generator().manual_seed(8)) + 1,
-            torch.arange(20_000) % 40 - 20,
-        )
-        .sort()
-        .values
-    )
-    source = torch.zeros(len(amax), block)
-    source[:, 1] = -amax
-    _, scales = recipe.quantise(source, torch.tensor([1.0]))
-    assert scales is not None
-    steps = scales.float().flatten().diff()
-    assert bool((steps >= 0).all())
-    assert int((steps > 0).sum()) > 30
-    if name in ("mxfp8", "fp8_block_pow2"):
-        stored = scales.float().flatten()
-        power = torch.exp2(stored - 127) if name == "mxfp8" else stored
-        assert bool((torch.frexp(power).mantissa == 0.5).all())
-        assert bool((amax <= 448 * power).all())
-        assert bool((amax > 224 * power).all())
-
-
-def test_the_even_element_is_in_the_low_nibble() -> None:
-    source = torch.zeros(1, 16)
-    source[0, :4] = torch.tensor([6.0, -1.0, 0.5, 3.0])
-    rows, _ = nvfp4.NVFP4.quantise(source, torch.tensor([1.0]))
-    assert rows[0, :2].tolist() == [0xA7, 0x51]

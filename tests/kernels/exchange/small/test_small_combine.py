@@ -1,26 +1,29 @@
 """Combine of small batches, whose rows travel as units, against the oracle and the pull combine.
 
-Dispatch is the one for large batches here, and the ranks go from verb to verb together; rounds of
-ranks that run apart are in test_small_combine_rounds.py.
+Dispatch is the one for large batches, and the ranks go from verb to verb together, until the rounds
+of ranks that run apart.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from moe_nvlink_plugin.exchange.kernels import COMBINE, DISPATCH, SMALL_COMBINE
+from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin.exchange.kernels import COMBINE, DISPATCH, LAYER, SMALL_COMBINE
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.launch.kernel import Family
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from moe_nvlink_plugin.verify import cases, compare
-from moe_nvlink_plugin.verify.cases import Case, Inputs
-from tests.support import emulated
+from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen
+from tests.kernels.exchange import test_rounds
+from tests.support import delays, emulated
 from tests.support.delays import replace_once
 
 KERNELS = Family("", (DISPATCH, COMBINE, SMALL_COMBINE))
@@ -125,31 +128,6 @@ def check_rounds(case: Case, rounds: int = 2, **options: Any) -> None:
         for number, inputs in enumerate([cases.make_inputs(case), *drawn]):
             with emulated.naming(f"round {number}"):
                 check(ranks, case, inputs)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 5, 8, 13, 22, 32])
-def test_every_top_k(top_k: int, dtype: torch.dtype) -> None:
-    case = Case(
-        tokens=(3, 5, 0, 8), num_experts=max(16, top_k), top_k=top_k, hidden_size=70, dtype=dtype
-    )
-    check_rounds(case)
-
-
-@pytest.mark.parametrize("routing", sorted(cases.ROUTINGS))
-def test_every_routing(routing: str) -> None:
-    """Ranks named twice, ids that are no experts, tokens without an expert (zeros)."""
-    for dtype in (BF16, FP32):
-        ids_dtype = torch.int64 if routing == "wrapping" else torch.int32
-        case = Case(
-            tokens=(8, 3, 5),
-            top_k=6,
-            routing=routing,
-            hidden_size=26,
-            dtype=dtype,
-            ids_dtype=ids_dtype,
-        )
-        check_rounds(case)
 
 
 @pytest.mark.parametrize(
@@ -325,3 +303,139 @@ def test_after_a_fault_nothing_is_sent() -> None:
         assert bool(outputs[1][(slots[1] // case.capacity == 0).any(1)].isnan().all())
         assert not ranks.staging(1, "odd")[: ranks.staging(1, "odd").numel() // 2].any()
         assert int(ranks.control(0).combined_epoch) == 0
+
+
+# Many rounds in which small combines and pull combines alternate on one workspace. Each rank is a
+# thread that goes on as soon as its own verb has ended.
+
+RANKS = 3
+ROUNDS = 24
+SMALL = Case(
+    name="small",
+    tokens=(0,) * RANKS,
+    num_experts=7,
+    top_k=2,
+    hidden_size=34,
+    capacity=5,
+    small=True,
+)
+PULLED = dataclasses.replace(SMALL, name="pulled", small=False)
+OTHER = Case(
+    name="other",
+    tokens=(0,) * RANKS,
+    num_experts=12,
+    top_k=5,
+    hidden_size=70,
+    capacity=9,
+    dtype=torch.bfloat16,
+    small=True,
+)
+#: Dispatched as a small batch, and pulled.
+QUANTISED = dataclasses.replace(
+    cases.with_formats(SMALL, None, "fp8_block"), name="quantised", small=True
+)
+
+
+def run_in_order(order: Sequence[Case]) -> list[list[Seen]]:
+    """`seen[rank][round]` of one layer per case; all on one workspace."""
+    inputs = inputs_of(order)
+
+    def rank_main(group: ThreadGroup) -> list[Seen]:
+        layers: dict[Case, MoeAllToAll] = {}
+        for case in dict.fromkeys(order):
+            first = next(iter(layers.values()), None)
+            config = case.config(group.rank)
+            layers[case] = MoeAllToAll.create(config, group, share_with=first)
+        seen = [
+            test_rounds.poisoned_round(layers[case], inputs[number][group.rank], lambda: None)
+            for number, case in enumerate(order)
+        ]
+        for layer in layers.values():
+            layer.close()
+        return seen
+
+    return run_ranks(RANKS, rank_main)
+
+
+def inputs_of(order: Sequence[Case]) -> list[list[cases.Inputs]]:
+    """`inputs[round][rank]`, other ones in every round."""
+    drawn = {case: emulated.varying_inputs(case, len(order)) for case in set(order)}
+    return [drawn[case][number] for number, case in enumerate(order)]
+
+
+def check_order(order: Sequence[Case]) -> None:
+    seen = run_in_order(order)
+    for number, (case, inputs) in enumerate(zip(order, inputs_of(order), strict=True)):
+        of_round = [[by_round[number]] for by_round in seen]
+        try:
+            test_rounds.check_rounds(case, [inputs], of_round)
+        except AssertionError as error:
+            raise AssertionError(f"of round {number}: {error}") from error
+
+
+ORDERS = {
+    "small only": [SMALL] * ROUNDS,
+    "in turn": [SMALL, PULLED] * (ROUNDS // 2),
+    "two in turn": [SMALL, SMALL, PULLED, PULLED] * (ROUNDS // 4),
+    "two layers": [SMALL, OTHER, PULLED] * (ROUNDS // 3),
+    "quantised back": [SMALL, QUANTISED, OTHER] * (ROUNDS // 3),
+}
+
+
+def slow_at(line: str) -> host.HostLibrary:
+    """Rank 1 sleeps before it comes to this line of the small combine."""
+    sleep = (
+        "  if (args.geometry.ep_rank == 1) {\n"
+        "    timespec time{0, 2000000};\n    nanosleep(&time, nullptr);\n  }\n"
+    )
+    text = replace_once(LAYER.host_source(), line, sleep + line)
+    return host.HostLibrary(host.build(text, emulated.FLAGS_OF_DELAYED))
+
+
+SLOW = {
+    "random": delays.randomly_delayed,
+    "before it sends": lambda: slow_at("  if (role.sends()) send_rows<"),
+    "before it signals": lambda: slow_at(
+        "  if (role.publishes() && !round.has_failed) publish_combined("
+    ),
+    "before it receives": lambda: slow_at("  int token = share / plan.parts;\n"),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=[name.replace(" ", "-") for name in ORDERS])
+@pytest.mark.parametrize("slow", SLOW.values(), ids=[name.replace(" ", "-") for name in SLOW])
+def test_rounds_with_a_slow_rank(
+    slow: Callable[[], host.HostLibrary],
+    order: Sequence[Case],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = slow()
+    monkeypatch.setattr(host, "load", lambda _text: library)
+    check_order(order)
+
+
+def staging(layer: MoeAllToAll, parity: str) -> torch.Tensor:
+    """This rank's staging of one parity, of channel 0."""
+    workspace = layer._layer.workspace
+    region = workspace.layout.channel_regions(0)[f"{parity}_combine_staging"]
+    return workspace.region_bytes(region, region.size_bytes)
+
+
+def test_stagings_are_zero_two_rounds_later() -> None:
+    """Between dispatch n + 2 and its combine nobody writes; what round n brought has been read."""
+    case = dataclasses.replace(OTHER, tokens=(9, 0, 4))
+    inputs = emulated.varying_inputs(case, 6)
+
+    def rank_main(group: ThreadGroup) -> list[bool]:
+        with MoeAllToAll.create(case.config(group.rank), group) as layer:
+            used = []
+            for number, of_round in enumerate(inputs):
+                received = layer.dispatch(*of_round[group.rank])
+                group.all_gather_object(None)
+                parity = "odd" if number % 2 == 0 else "even"  # of epoch number + 1
+                used.append(bool(staging(layer, parity).any()))
+                group.all_gather_object(None)
+                layer.combine(layer.combine_input(), received.metadata)
+            return used
+
+    assert run_ranks(RANKS, rank_main) == [[False] * len(inputs)] * RANKS

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
-from moe_nvlink_plugin.errors import DisagreementError, ExchangeTimeoutError
+from moe_nvlink_plugin.errors import ExchangeTimeoutError
 from moe_nvlink_plugin.exchange.kernels import LAYER, SMALL_COMBINE, SMALL_DISPATCH
 from moe_nvlink_plugin.exchange.sizes import staged_bytes
 from moe_nvlink_plugin.jit import host
@@ -26,15 +26,10 @@ from moe_nvlink_plugin.launch.kernel import Family
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from moe_nvlink_plugin.verify import cases, compare
 from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen
-from tests.kernels.exchange import test_received
-from tests.kernels.exchange.test_rounds import (
-    check_rounds,
-    poisoned_round,
-    sometimes,
-    varying_inputs,
-)
+from tests.kernels.exchange.test_rounds import check_rounds, poisoned_round, sometimes
 from tests.support import case_list, emulated
 from tests.support.delays import replace_once
+from tests.support.emulated import varying_inputs
 
 
 def small(case: Case) -> Case:
@@ -111,31 +106,6 @@ def test_the_most_ranks() -> None:
     """In ordinary memory: so many ranks of one process would need too many mappings."""
     many = dataclasses.replace(MANY, tokens=(2, 0, 1, 3) * 32, num_experts=131)
     emulated.check_case("cpu", small(many))
-
-
-@pytest.mark.parametrize("case", test_received.LAYOUT_CASES, ids=lambda case: case.name)
-def test_scales_in_the_layout_of_the_experts(case: Case) -> None:
-    test_received.test_scales_in_the_layout_of_the_experts(small(case))
-
-
-@pytest.mark.parametrize("mask", test_received.MASKS)
-@pytest.mark.parametrize("recipe", [None, "fp8_token"])
-def test_padding_is_not_sent(
-    recipe: str | None, mask: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MOE_NVLINK_SMALL_TOKENS", "64")
-    test_received.test_padding_is_not_sent(recipe, mask)
-
-
-def test_slots_are_numbers_of_tokens() -> None:
-    case = small(Case(name="order", tokens=(8, 8), num_threads=3, top_k=2, num_experts=4))
-    (seen,) = case_list.run_case(case, rounds=1)
-    for mine in seen:
-        slots = mine.send_slots
-        for target in range(case.ep_size):
-            here = slots[(slots >= 0) & (slots // case.capacity == target)] % case.capacity
-            assert len(here)
-            assert here.tolist() == list(range(len(here)))
 
 
 def staging(layer: MoeAllToAll) -> bytes:
@@ -380,25 +350,3 @@ def test_a_dispatch_that_is_repeated_without_its_combine(ctas: int, kind: bool) 
 
 def test_a_cell_of_a_pull_that_is_older_than_half_of_all_epochs() -> None:
     emulated.check_stale_pulled_cell("cpu", ctas=2)
-
-
-@pytest.mark.parametrize("kind", [True, False], ids=["small", "bulk"])
-def test_ranks_with_different_bounds_disagree(kind: bool) -> None:
-    """Rank 1 dispatches through a layer that differs in its bound only, of either kind."""
-    here = small(Case(name="bounds", tokens=(3, 2), capacity=5, timeout_s=2.0))
-    there = dataclasses.replace(here, capacity=8, small=kind)
-
-    def rank_main(group: ThreadGroup) -> str:
-        layer = MoeAllToAll.create(here.config(group.rank), group)
-        other = MoeAllToAll.create(there.config(group.rank), group, share_with=layer)
-        used = other if group.rank == 1 else layer
-        with pytest.raises(DisagreementError) as caught:
-            used.dispatch(*cases.make_inputs(here)[group.rank])
-        group.all_gather_object(None)
-        other.close()
-        layer.close()
-        return str(caught.value)
-
-    for message in run_ranks(2, rank_main):
-        assert "rank 0" in message
-        assert "rank 1" in message
