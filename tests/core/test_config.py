@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_nvlink_plugin import AllToAllConfig, env
@@ -132,6 +132,7 @@ def test_the_home_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         env.cache_dir()
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 40))
 def test_expert_ranges(num_experts: int, ep_size: int) -> None:
     """Contiguous, complete, larger ones first, sizes differ by one at most."""
