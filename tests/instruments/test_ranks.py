@@ -47,7 +47,7 @@ def ends_itself(rank: int, _size: int) -> None:
 
 def test_a_process_that_says_nothing_is_named(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="^rank 1: exit status -15$"):
-        run_processes(2, ends_itself, tmp_path, killed=(0,))
+        run_processes(2, ends_itself, tmp_path, killed=(0,), meets=False)
 
 
 def has_met(_rank: int, _size: int) -> tuple[bool, int]:
