@@ -61,6 +61,8 @@ CASES: tuple[Case, ...] = (
     Case(name="eight payloads", tokens=(4, 8, 0), extras=_SEVEN_EXTRAS),
     Case(name="large extra payload", tokens=(8, 2), extras=((torch.uint8, (4099,)),)),
     Case(name="three channels", tokens=(5, 8), num_channels=3),
+    Case(name="few SMs", tokens=(8, 3, 0), hidden_size=1032, max_sms=1, routing="invalid"),
+    Case(name="few SMs, top_k 32", tokens=(8, 2), num_experts=33, top_k=32, max_sms=2),
     Case(name="capacity 1", tokens=(1, 0, 1), capacity=1),
     Case(name="capacity 37", tokens=(37, 36, 1), capacity=37, num_experts=7, top_k=2),
     Case(name="three threads", tokens=(37, 20, 0), capacity=37, num_threads=3),

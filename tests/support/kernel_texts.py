@@ -17,6 +17,7 @@ from moe_nvlink_plugin.exchange.kernels import (
     LAYER,
     ORDERED_SLOTS,
     QUANTISER,
+    TMA,
     TOP_K,
     UNITS,
 )
@@ -64,6 +65,7 @@ def specialised_source(
     expert_counts: int = 0,
     ordered_slots: int = 0,
     units: int = 14,
+    tma: int = 0,
     small: bool = False,
 ) -> str:
     """Dispatch and combine in one unit for one top_k and element type: as a GPU gets them, or a
@@ -74,11 +76,12 @@ def specialised_source(
         expert_counts: whether counts per expert travel.
         ordered_slots: whether rows lie in the order of their tokens.
         units: bytes of data of small batches' units.
+        tma: whether combine gets rows by TMA.
         small: all kernels of a layer, those for small batches too, as the host's library has them.
     """
     values: dict[Axis, int] = {TOP_K: top_k, ELEMENT: element, PDL: int(pdl)}
     values |= {QUANTISER: quantiser, COMBINE_FORMAT: combine, EXPERT_COUNTS: expert_counts}
-    values |= {ORDERED_SLOTS: ordered_slots, UNITS: units}
+    values |= {ORDERED_SLOTS: ordered_slots, UNITS: units, TMA: tma}
     if host:
         return kernel.host_source((LAYER, HEAD), values)
     return kernel.gpu_source(LAYER.kernels if small else (DISPATCH, COMBINE), values)

@@ -5,6 +5,9 @@
 // Every CTA has this much shared memory for itself besides its own; cubins count it in.
 constexpr int kReservedShared = 1024;
 
+// Of a CTA, unless cuFuncSetAttribute has allowed more.
+constexpr int kSharedOfCta = 48 << 10;
+
 struct Parameter {
   size_t offset = 0, size = 0;
 };

@@ -20,6 +20,7 @@ const std::map<int, std::string> kEntries = {
     {6050, " cuOccupancyMaxActiveBlocksPerMultiprocessor "},
     {7000, " cuDevicePrimaryCtxRetain "},
     {8000, " cuDeviceGetP2PAttribute "},
+    {9000, " cuFuncSetAttribute "},
     {10000, " cuStreamEndCapture cuStreamIsCapturing "},
     {10010, " cuStreamBeginCapture cuThreadExchangeStreamCaptureMode "},
     {10020,

@@ -59,6 +59,7 @@ struct Function {
   Module* module;
   std::string name;
   const Kernel* kernel;
+  int allowed_shared = kSharedOfCta;  // of a launch, with what the kernel declares
 };
 
 std::mutex lock;
@@ -205,6 +206,8 @@ int attribute_value(int attribute) {
       return 1024;
     case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR:
       return multiprocessor().threads;
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
+      return multiprocessor().shared_bytes - kReservedShared;
     case CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY:
     case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
     case CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH:
@@ -887,6 +890,18 @@ Status cuFuncGetAttribute(int* value, int attribute, Function* function) {
   }
 }
 
+Status cuFuncSetAttribute(Function* function, int attribute, int value) {
+  ENTER(cuFuncSetAttribute);
+  const std::lock_guard guard(lock);
+  CHECK(functions.count(function) == 1, CUDA_ERROR_INVALID_HANDLE);
+  CHECK(attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CUDA_ERROR_INVALID_VALUE);
+  const int all = value + function->kernel->shared_bytes;
+  CHECK(value >= 0 && all <= multiprocessor().shared_bytes - kReservedShared,
+        CUDA_ERROR_INVALID_VALUE);
+  function->allowed_shared = std::max(all, kSharedOfCta);
+  return 0;
+}
+
 Status cuFuncGetParamInfo(Function* function, size_t index, size_t* offset, size_t* size) {
   ENTER(cuFuncGetParamInfo);
   const std::lock_guard guard(lock);
@@ -922,8 +937,8 @@ Status cuLaunchKernelEx(const LaunchConfig* config, Function* function, void** p
     bool pdl, cooperative;
     if (const Status bad = read_attributes(*config, &pdl, &cooperative)) return bad;
     launch.pdl = pdl;
-    if (const Status bad =
-            check_shape(*config, *function->kernel, cooperative, num_sms(), multiprocessor())) {
+    if (const Status bad = check_shape(*config, *function->kernel, function->allowed_shared,
+                                       cooperative, num_sms(), multiprocessor())) {
       return bad;
     }
     launch.resident_ctas = resident_ctas(*config, *function->kernel, num_sms(), multiprocessor());

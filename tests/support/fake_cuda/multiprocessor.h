@@ -42,10 +42,9 @@ uint32_t resident_ctas(const LaunchConfig& config, const Kernel& kernel, int num
 }
 
 // Whether a launch of this shape fits the GPU and the kernel.
-Status check_shape(const LaunchConfig& config, const Kernel& kernel, bool cooperative, int num_sms,
-                   const Multiprocessor& sm) {
+Status check_shape(const LaunchConfig& config, const Kernel& kernel, int allowed_shared,
+                   bool cooperative, int num_sms, const Multiprocessor& sm) {
   constexpr unsigned kBlock[] = {1024, 1024, 64}, kGrid[] = {0x7fffffff, 65535, 65535};
-  constexpr size_t kShared = 48 << 10;  // more must be asked for, by a call that is not here
   uint64_t threads = 1, ctas = 1;
   for (int i = 0; i < 3; ++i) {
     CHECK(config.block[i] >= 1 && config.block[i] <= kBlock[i], CUDA_ERROR_INVALID_VALUE);
@@ -54,7 +53,8 @@ Status check_shape(const LaunchConfig& config, const Kernel& kernel, bool cooper
     ctas *= config.grid[i];
   }
   CHECK(threads <= 1024, CUDA_ERROR_INVALID_VALUE);
-  CHECK(kernel.shared_bytes + config.shared_bytes <= kShared, CUDA_ERROR_INVALID_VALUE);
+  const size_t shared = kernel.shared_bytes + static_cast<size_t>(config.shared_bytes);
+  CHECK(shared <= static_cast<size_t>(allowed_shared), CUDA_ERROR_INVALID_VALUE);
   const int of_cta = static_cast<int>(threads);
   CHECK(of_cta <= Multiprocessor::most_threads(kernel), CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES);
   CHECK(!cooperative || ctas <= resident_ctas(config, kernel, num_sms, sm),

@@ -17,10 +17,9 @@ from typing import NamedTuple
 import pytest
 
 from moe_nvlink_plugin import AllToAllConfig
-from moe_nvlink_plugin.exchange.arguments import combine_code
-from moe_nvlink_plugin.exchange.kernels import LAYER
+from moe_nvlink_plugin.exchange import launches
+from moe_nvlink_plugin.exchange.kernels import QUANTISER
 from moe_nvlink_plugin.jit import nvrtc
-from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.launch.kernel import Variant
 from tests.support.ptx import build
 
@@ -47,12 +46,7 @@ def of_configs(*configs: AllToAllConfig) -> list[Unit]:
         unit: None
         for config in configs
         for unit in of(
-            LAYER.variant(
-                top_k=config.top_k,
-                dtype=element_code(config.dtype),
-                recipe=config.recipe or "none",
-                combine=combine_code(config),
-            ),
+            launches.variant(config, QUANTISER.code(config.recipe or "none")),
             pdl=(config.num_channels == 1,),
         )
     }

@@ -16,9 +16,10 @@ import torch
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.exchange import launches
 from moe_nvlink_plugin.exchange.kernels import LAYER
+from moe_nvlink_plugin.exchange.sizes import gets_by_tma
 from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.launch.kernel import Build, Kernel
-from moe_nvlink_plugin.launch.shape import Shape
+from moe_nvlink_plugin.launch.shape import VECTOR_BYTES, Shape
 from tests.support.ptx import build
 from tests.support.ptx.machine import Machine
 
@@ -120,10 +121,17 @@ class Grids:
             windows_of(arguments[0]),
             [span for rank, of_rank, args in calls for span in tensors_of(of_rank, rank, args)],
         )
-        blocks, threads = (self.ctas, self.threads) if shape is None else shape[:2]
+        shape = Shape(self.ctas, self.threads) if shape is None else shape
         for rank, of_rank, args in calls:
-            function, params = self.function(of_rank), bytes(args)
-            self.machine.launch(rank, function, blocks, threads, params, pdl=self.pdl)
+            self.machine.launch(
+                rank,
+                self.function(of_rank),
+                shape.blocks,
+                shape.threads,
+                bytes(args),
+                shared_bytes=shape.shared_bytes,
+                pdl=self.pdl,
+            )
         if not self._queued:
             self.machine.run()
 
@@ -246,13 +254,17 @@ class PtxBackend:
 
     Args:
         config: of the layer.
+        stages: of a CTA of a combine by TMA.
         options: of Grids.
     """
 
     device = torch.device("cpu")
     approximates = True
 
-    def __init__(self, ranks: int, config: AllToAllConfig, **options: Any) -> None:
+    def __init__(
+        self, ranks: int, config: AllToAllConfig, *, stages: int = 2, **options: Any
+    ) -> None:
+        self._stages = stages
         self.grids = Grids(ranks, **options)
         self.ctas = self.grids.ctas
         self._config = config
@@ -262,8 +274,16 @@ class PtxBackend:
     ) -> Callable[[], None]:
         kernels = {kernel.name: kernel for kernel in LAYER.kernels}
         copies = [type(args).from_buffer_copy(args) for args in rank_arguments]
+        if verb == "combine" and gets_by_tma(self._config):
+            shape = self._staged_shape(copies)
         builds = [self.build_of(kernels[verb], args) for args in copies]
         return lambda: self.grids.launch(builds, copies, shape)
+
+    def _staged_shape(self, rank_arguments: Sequence[Any]) -> Shape:
+        """Of a combine by TMA."""
+        threads, top_k = self.grids.threads, rank_arguments[0].geometry.top_k
+        shared_bytes = self._stages * top_k * threads * VECTOR_BYTES
+        return Shape(self.grids.ctas, threads, shared_bytes=shared_bytes)
 
     def build_of(self, kernel: Kernel[Any], args: Any) -> Build:
         """What the product loads for these arguments; only dispatch's name a quantiser."""

@@ -44,6 +44,7 @@ KINDS = (
     "warp_barrier",
     "warp",
     "grid_wait",
+    "proxy_fence",
 )
 
 

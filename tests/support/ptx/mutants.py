@@ -27,7 +27,7 @@ WEAKER = {
     "sc": ("acq_rel",),
 }
 NARROWER = {"sys": "gpu", "gpu": "cta"}
-MEETINGS = ("barrier", "warp_barrier", "grid_wait")
+MEETINGS = ("barrier", "warp_barrier", "grid_wait", "proxy_fence")
 
 #: A function with one of these is an instruction to its callers.
 _INSTRUCTION = re.compile(r"asm volatile|__syncthreads|__syncwarp")

@@ -339,9 +339,58 @@ def signed_type(kind: str) -> str:
     return f"{'int' if kind.startswith('s') else 'uint'}{bits(kind)}_t"
 
 
+@emits("mbarrier")
+def _mbarrier(context: Context, instruction: Instruction) -> str:
+    """Barriers of copies: init, arrive.expect_tx, try_wait.parity; their orders by default."""
+    modifiers = Modifiers(instruction)
+    modifiers.type()
+    does = modifiers.one_of("init", "arrive", "try_wait")
+    how = modifiers.one_of("expect_tx", "parity")
+    space = modifiers.one_of("shared", "shared::cta")
+    modifiers.end()
+    if not space or (does, how) not in (
+        ("init", ""),
+        ("arrive", "expect_tx"),
+        ("try_wait", "parity"),
+    ):
+        raise modifiers.error("unknown barrier")
+    *target, place, given = instruction.operands
+    if does == "arrive" and target != ["_"]:
+        raise modifiers.error("unknown result")
+    values = f"{context.address(place, 'kShared')}, {context.value(given, 'u32')}"
+    if does == "init":
+        return f"init_copies(t, {context.site('kStore')}, {values});"
+    pause = context.pause("kPolls")
+    if does == "arrive":
+        return f"{pause} expect_copies(t, {context.site('kAtomic', 'kRelease', 'kCta')}, {values});"
+    landed = f"have_landed(t, {context.site('kLoad', 'kAcquire', 'kCta')}, {values})"
+    return f"{pause} {context.assign(target[0], 'pred', landed)}"
+
+
+@emits("cp")
+def _cp(context: Context, instruction: Instruction) -> str:
+    modifiers = Modifiers(instruction)
+    wanted = ("async", "bulk", "shared::cluster", "global", "mbarrier::complete_tx::bytes")
+    if instruction.modifiers != wanted:
+        raise modifiers.error("unknown copy")
+    target, source, count, barrier = instruction.operands
+    places = ", ".join(
+        context.address(place, space)
+        for place, space in ((target, "kShared"), (source, "kGlobal"), (barrier, "kShared"))
+    )
+    copy = f"start_copy(t, {context.site('kLoad')}, {places}, {context.value(count, 'u32')});"
+    return f"{context.pause('kPaused')} {copy}"
+
+
 @emits("fence", "membar")
 def _fence(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
+    if modifiers.has("proxy"):
+        space = modifiers.one_of("global", "shared::cta")
+        if not modifiers.has("async") or not space:
+            raise modifiers.error("unknown proxy")
+        modifiers.end()
+        return f"fence_copies(t, {context.site('kProxyFence')}, Space::{SPACES[space]});"
     if instruction.opcode == "membar":
         level = modifiers.one_of("cta", "gl", "gpu", "sys")
         order, scope = "sc", {"gl": "gpu"}.get(level, level)

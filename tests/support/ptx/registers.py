@@ -48,7 +48,9 @@ def _touched(
     def names(text: str) -> list[str]:
         return [name for name in re.findall(r"[%$\w@]+", text) if name in known]
 
-    has_target = instruction.opcode not in _NO_TARGET and instruction.operands
+    operands = instruction.operands
+    is_address = operands and operands[0].startswith("[")
+    has_target = instruction.opcode not in _NO_TARGET and operands and not is_address
     writes = names(instruction.operands[0]) if has_target else []
     sources = instruction.operands[1:] if has_target else instruction.operands
     reads = [name for operand in sources for name in names(operand)]

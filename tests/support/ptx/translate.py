@@ -20,6 +20,7 @@ _SPECIAL = {
     "%warpid": "(t.index / 32u)",
     "%lanemask_lt": "((1u << t.lane) - 1u)",
     "%smid": "t.cta->number",
+    "%dynamic_smem_size": "(t.launch->shared_bytes - t.launch->kernel->shared_bytes)",
     "%globaltimer": "timer_ns(t)",
     "%clock64": "timer_ns(t)",
     "%clock": "static_cast<uint32_t>(timer_ns(t))",
@@ -27,7 +28,7 @@ _SPECIAL = {
 }
 _REGISTER_FILES = {16: "q", 8: "d", 4: "w", 2: "h", 1: "p"}
 _CLASSES = {
-    "kMemory": ("ld", "ldu", "st", "atom", "red"),
+    "kMemory": ("ld", "ldu", "st", "atom", "red", "mbarrier", "cp"),
     "kMeeting": ("bar", "barrier", "shfl", "redux", "vote", "match", "elect", "griddepcontrol"),
     "kFence": ("fence", "membar"),
     "kBranch": ("bra", "ret", "exit"),

@@ -26,6 +26,7 @@ namespace ptx {
 struct Thread;
 struct Launch;
 struct Machine;
+struct CopyBarrier;
 
 // What an instruction costs by; `kMemory`, `kMeeting` and `kFence` are told again by their hooks.
 enum class Class : uint8_t { kAlu, kSlow, kMemory, kMeeting, kFence, kBranch };
@@ -193,6 +194,13 @@ struct AllocationClock {
   uint64_t begin = 0;  // of its lines, which do not depend on where the host has put it
 };
 
+// Of a barrier of copies: when this phase's arrivals and copies are there, and when the last phase of
+// each parity ended.
+struct CopyBarrierClock {
+  clocks::Moment latest;
+  clocks::Moment ended[2];
+};
+
 // A launch that has ended, for Python.
 struct EndedLaunch {
   int32_t rank;
@@ -246,6 +254,12 @@ void on_grid_wait(Thread& thread);
 uint64_t timer_ns(const Thread& thread, uint64_t machine_ns);
 bool is_ahead(const Thread& thread);
 Thread* pick(Machine& machine, std::vector<Thread*>& ready);
+constexpr bool kCopiesAtOnce = true;
+void on_copy(Thread& thread, const Access& from, CopyBarrier& barrier);
+void on_arrival(Thread& thread, CopyBarrier& barrier);
+void on_phase_end(CopyBarrier& barrier);
+void on_phase_asked(Thread& thread, CopyBarrier& barrier, uint32_t parity, bool ended,
+                    const Site& site);
 }  // namespace clocks
 
 #else
@@ -256,8 +270,14 @@ struct LaunchClock {};
 struct AllocationClock {};
 struct RankClock {};
 struct MachineClock {};
+struct CopyBarrierClock {};
 
 namespace clocks {
+constexpr bool kCopiesAtOnce = false;
+inline void on_copy(Thread&, const Access&, CopyBarrier&) {}
+inline void on_arrival(Thread&, CopyBarrier&) {}
+inline void on_phase_end(CopyBarrier&) {}
+inline void on_phase_asked(Thread&, CopyBarrier&, uint32_t, bool, const Site&) {}
 inline void on_access(Thread&, const Access&) {}
 inline void on_fence(Thread&, const Site&) {}
 inline void on_barrier(Thread* const*, int) {}

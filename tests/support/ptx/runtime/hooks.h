@@ -17,6 +17,7 @@ enum class Kind : uint8_t {
   kWarpBarrier,  // bar.warp.sync
   kWarp,         // shfl, redux, vote
   kGridWait,
+  kProxyFence,  // fence.proxy.async
 };
 
 struct Allocation;

@@ -191,6 +191,11 @@ void end_thread(Thread& thread) {
     if (!barrier.arrived.empty()) check_barrier(cta, barrier);
   }
   if (cta.live != 0) return;
+  for (const Copy& copy : machine.copies) {
+    if (copy.cta != &cta) continue;
+    fail(thread, nullptr, "OutOfBounds",
+         "the CTA has ended, and a copy to its shared memory has not landed");
+  }
   if (!cta.lets_dependents_start) --launch.ctas_without_dependents;
   ++launch.ended_ctas;
   Rank& rank = machine.ranks[launch.rank];
@@ -424,6 +429,12 @@ bool meet_in_warp(Thread& thread, Site& site, WarpOp op, uint32_t mask, uint64_t
   return true;
 }
 
+}  // namespace ptx
+
+#include "copies.h"
+
+namespace ptx {
+
 // ---- the scheduler
 
 namespace {
@@ -509,7 +520,15 @@ void take_turn(Machine& machine) {
 
 void run(Machine& machine) {
   for (Rank& rank : machine.ranks) begin_all(machine, rank);
-  while (!machine.ready.empty() || machine.wake_late()) take_turn(machine);
+  while (!machine.ready.empty() || !machine.copies.empty() || machine.wake_late()) {
+    // A copy for about as many turns as there are threads.
+    const size_t turns = machine.ready.size() + 1;
+    if (!machine.copies.empty() && machine.random() % turns < machine.copies.size()) {
+      land_one(machine);
+    } else if (!machine.ready.empty()) {
+      take_turn(machine);
+    }
+  }
   for (const Rank& rank : machine.ranks) {
     if (!rank.stream.empty()) throw Fault("Deadlock", deadlock(machine));
   }
@@ -596,6 +615,7 @@ static const char* guarded(ptx_machine* machine, void (*body)(ptx_machine*)) {
     machine->message = fault.what();
   }
   machine->machine.ready.clear();
+  machine->machine.copies.clear();
   machine->machine.late.clear();
   for (ptx::Rank& rank : machine->machine.ranks) {
     rank.stream.clear();

@@ -90,6 +90,26 @@ struct Barrier {
   int expected = 0;  // 0: every thread of the CTA that has not ended
 };
 
+// A barrier in shared memory that counts arrivals and the bytes of copies (mbarrier).
+struct CopyBarrier {
+  uint32_t expected = 0;  // arrivals of a phase; 0: not initialised
+  uint32_t missing = 0;   // arrivals of this phase
+  int64_t bytes = 0;      // that this phase waits for
+  uint32_t phase = 0;
+  CopyBarrierRaces races;
+  CopyBarrierClock clock;
+};
+
+// A copy to shared memory that has not landed.
+struct Copy {
+  Cta* cta;
+  uint32_t target;
+  uint32_t barrier;
+  uint64_t source;
+  uint32_t bytes;
+  CopyRaces races;
+};
+
 struct Thread {
   uint32_t pc = 0;
   int rank = 0;
@@ -126,6 +146,7 @@ struct Cta {
   std::vector<unsigned char> registers;
   std::vector<unsigned char> local;
   std::array<Barrier, kMostBarriers> barriers;
+  std::map<uint32_t, CopyBarrier> copy_barriers;  // by their place in shared memory
   CtaRaces races;
   CtaClock clock;
 };
@@ -178,6 +199,7 @@ struct Machine {
   std::map<uint64_t, std::unique_ptr<Allocation>> allocations;
   std::vector<Thread*> ready;
   std::vector<Thread*> late;  // would be ready, but are of the late CTA
+  std::vector<Copy> copies;   // on their way
   uint64_t timer_ns = 1'000'000'000;
   MachineRaces races;
   MachineClock clock;
@@ -247,6 +269,12 @@ enum class WarpOp : uint8_t {
 };
 bool meet_in_warp(Thread& thread, Site& site, WarpOp op, uint32_t mask, uint64_t a, uint64_t b = 0,
                   uint64_t c = 0);
+void init_copies(Thread& thread, Site& site, uint64_t place, uint32_t arrivals);
+void expect_copies(Thread& thread, Site& site, uint64_t place, uint32_t bytes);
+bool have_landed(Thread& thread, Site& site, uint64_t place, uint32_t parity);
+void start_copy(Thread& thread, Site& site, uint64_t target, uint64_t source, uint64_t barrier,
+                uint32_t bytes);
+void fence_copies(Thread& thread, Site& site, Space space);
 bool wait_for_grid(Thread& thread, Site& site);
 void let_dependents_start(Thread& thread);
 uint64_t timer_ns(const Thread& thread);

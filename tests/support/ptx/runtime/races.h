@@ -200,7 +200,7 @@ struct Bank {
   struct Use {
     Clock start;
     int launch;
-    int block_threads;
+    int slots_per_cta;  // its threads, and those for copies
     const char* kernel;
   };
   int rank;
@@ -214,8 +214,28 @@ struct AllocationRaces {
   Shadow shadow;
 };
 
+// What copies do has slots and a clock of the CTA's own, behind those of its threads: a slot for each
+// barrier, because who knows of one barrier's copies knows nothing of another's.
 struct CtaRaces {
+  static constexpr uint32_t kCopySlots = 16;
   Shadow shadow;
+  uint32_t slot = 0;  // of the first barrier
+  uint32_t num_barriers = 0;
+  Clock clock = 0;
+  std::vector<std::pair<uint32_t, Clock>> fences;  // of its threads, for copies to shared memory
+};
+
+struct CopyRaces {
+  uint32_t slot = 0;
+  Clock clock = 0;
+};
+
+struct CopyBarrierRaces {
+  Clocks landed;        // of this phase
+  Known ended[2];       // of the last phase of each parity
+  uint32_t number = 0;  // in its CTA
+  uint32_t init_slot = 0;
+  Clock init_clock = 0;
 };
 
 struct LaunchRaces {
@@ -241,6 +261,7 @@ struct ThreadRaces : Actor {
     Release release;
   };
   std::vector<Release> fences;   // what the thread's strong writes release
+  Known fenced[2];               // what its copies come after: in global memory, in shared memory
   std::vector<Pending> pending;  // what its strong reads have observed and no acquire has taken
 };
 
@@ -360,7 +381,7 @@ class MachineRaces {
   // Where an access was made.
   Place place_of(Epoch epoch) const {
     const auto [bank, use] = find(epoch);
-    return {bank->rank, use->launch, static_cast<int>(index_of(epoch, *bank) / use->block_threads)};
+    return {bank->rank, use->launch, static_cast<int>(index_of(epoch, *bank) / use->slots_per_cta)};
   }
 
   std::string describe(Epoch epoch) const {
@@ -369,9 +390,14 @@ class MachineRaces {
     if (use->launch < 0) return "the host of " + rank;
     const Site& site = *sites_[epoch.site()].site;
     std::ostringstream text;
+    const int thread = static_cast<int>(index_of(epoch, *bank) % use->slots_per_cta);
     text << rank << " launch " << use->launch << " (" << use->kernel << ") CTA "
-         << place_of(epoch).cta << " thread " << index_of(epoch, *bank) % use->block_threads
-         << ", PTX line " << site.line;
+         << place_of(epoch).cta;
+    if (thread < use->slots_per_cta - static_cast<int>(CtaRaces::kCopySlots))
+      text << " thread " << thread;
+    else
+      text << " a copy";
+    text << ", PTX line " << site.line;
     if (site.source_line != 0) text << " (source line " << site.source_line << ")";
     text << ": " << site.text;
     return text.str();
@@ -517,13 +543,13 @@ void start_launch(L& launch) {
   RankRaces& rank = launch.machine->ranks[launch.rank].races;
   if (launch.pdl) rank.current = (rank.current + 1) % RankRaces::kBanks;
   Bank*& bank = rank.banks[rank.current];
-  const uint32_t num_slots = launch.num_ctas() * launch.num_threads();
+  const uint32_t num_slots = launch.num_ctas() * (launch.num_threads() + CtaRaces::kCopySlots);
   if (bank == nullptr || bank->num_slots < num_slots) {
     bank = machine.new_bank(launch.rank, num_slots);
   }
   const auto number = static_cast<int>(launch.number);
-  const auto block_threads = static_cast<int>(launch.num_threads());
-  bank->uses.push_back({bank->next_clock, number, block_threads, launch.kernel->name});
+  const auto slots_per_cta = static_cast<int>(launch.num_threads() + CtaRaces::kCopySlots);
+  bank->uses.push_back({bank->next_clock, number, slots_per_cta, launch.kernel->name});
   launch.races.bank = bank;
   launch.races.first_site = machine.number_sites(launch.kernel->sites, launch.kernel->num_sites);
   launch.races.start = known_at_start(rank, launch.pdl);
@@ -532,6 +558,7 @@ void start_launch(L& launch) {
   }
 }
 
+// The start of a kernel, and the end of griddepcontrol.wait, count as fences between proxies too.
 template <class T>
 void on_thread_start(T& thread) {
   auto& launch = *thread.launch;
@@ -540,9 +567,14 @@ void on_thread_start(T& thread) {
   ThreadRaces& races = thread.races;
   races.place = {thread.rank, static_cast<int>(launch.number),
                  static_cast<int>(thread.cta->number)};
-  races.slot = bank.first_slot + thread.cta->number * launch.num_threads() + thread.index;
+  CtaRaces& cta = thread.cta->races;
+  const uint32_t first =
+      bank.first_slot + thread.cta->number * (launch.num_threads() + CtaRaces::kCopySlots);
+  cta.slot = first + launch.num_threads();
+  cta.clock = bank.uses.back().start;
+  races.slot = first + thread.index;
   races.clock = bank.uses.back().start;
-  races.known = launch.races.start;
+  races.known = races.fenced[0] = races.fenced[1] = launch.races.start;
 }
 
 template <class T>
@@ -552,7 +584,8 @@ void on_thread_end(T& thread) {
   if (races.known != launch.last_ended) join(launch.end, *races.known);
   launch.last_ended = races.known;
   learn_clock(launch.end, races.slot, races.clock);
-  launch.bank->next_clock = std::max(launch.bank->next_clock, races.clock + 1);
+  const Clock last = std::max(races.clock, thread.cta->races.clock);
+  launch.bank->next_clock = std::max(launch.bank->next_clock, last + 1);
 }
 
 template <class L>
@@ -565,7 +598,9 @@ void on_launch_end(L& launch) {
 template <class T>
 void on_grid_wait(T& thread) {
   const RankRaces& rank = thread.machine->ranks[thread.rank].races;
-  thread.races.known = joined(thread.races.known, rank.last_ended);
+  ThreadRaces& races = thread.races;
+  races.known = joined(races.known, rank.last_ended);
+  for (Known& fenced : races.fenced) fenced = joined(fenced, rank.last_ended);
 }
 
 template <class A>
@@ -616,6 +651,87 @@ void on_barrier(T* const* threads, int count) {
   for (int i = 0; i < count; ++i) threads[i]->races.known = all;
 }
 
+template <class T, class B, class F = Fault>
+void on_init_copies(T& thread, B& barrier) {
+  CtaRaces& cta = thread.cta->races;
+  if (cta.num_barriers == CtaRaces::kCopySlots) {
+    throw F("OutOfBounds", "a CTA with more barriers of copies than the detector knows");
+  }
+  barrier.races.number = cta.num_barriers++;
+  barrier.races.init_slot = thread.races.slot;
+  barrier.races.init_clock = thread.races.clock;
+}
+
+// Copies see a barrier that its initialiser has fenced. What others did to it comes later.
+template <class T, class B>
+void check_initialised(T& thread, const Site& site, const B& barrier) {
+  for (const auto& [slot, clock] : thread.cta->races.fences) {
+    if (slot == barrier.races.init_slot && clock >= barrier.races.init_clock) return;
+  }
+  fail(thread, &site, "Race", "race of a copy with its barrier's mbarrier.init: no fence between");
+}
+
+// A copy reads and writes as one more thread of the CTA, which comes after what the thread that starts
+// it has fenced, and after copies that this thread knows to have landed.
+template <class T, class B>
+void on_copy(T& thread, const Access& from, const Access& to, const B& barrier, CopyRaces& copy) {
+  CtaRaces& cta = thread.cta->races;
+  copy = {cta.slot + barrier.races.number, ++cta.clock};
+  const ThreadRaces& races = thread.races;
+  const auto site = static_cast<uint32_t>(from.site - thread.launch->kernel->sites);
+  MachineRaces& machine = thread.machine->races;
+  machine.now(races, thread.launch->races.first_site + site, 1);
+  const Epoch me = Epoch::of(copy.slot, copy.clock, thread.launch->races.first_site + site);
+  for (const Access* access : {&from, &to}) {
+    const bool is_shared = access->space == Space::kShared;
+    auto known = std::make_shared<Clocks>(*races.fenced[is_shared]);
+    for (uint32_t slot = cta.slot; slot < cta.slot + CtaRaces::kCopySlots; ++slot) {
+      if (slot < races.known->size()) learn_clock(*known, slot, (*races.known)[slot]);
+    }
+    constexpr uint32_t kNobody = ~0U;  // a copy does not know the one before it by itself
+    const Actor actor{races.place, kNobody, 0, known};
+    Shadow& shadow = is_shared ? cta.shadow : access->where->races.shadow;
+    if (is_shared) {
+      shadow.cover(0, thread.launch->shared_bytes);
+    } else {
+      shadow.cover(access->where->address, access->where->bytes);
+    }
+    const auto race =
+        machine.touch(actor, shadow, access->address, access->bytes, access->writes, me);
+    if (!race) continue;
+    const auto memory = is_shared ? " of the CTA's shared memory" : in_allocation(*access->where);
+    fail(thread, access->site, "Race", machine.explain(*race, me, access->writes, memory));
+  }
+}
+
+template <class B, class C>
+void on_landed(B& barrier, const C& copy) {
+  learn_clock(barrier.races.landed, copy.races.slot, copy.races.clock);
+}
+
+template <class B>
+void on_phase_end(B& barrier) {
+  barrier.races.ended[barrier.phase & 1U] = std::make_shared<Clocks>(barrier.races.landed);
+  barrier.races.landed.clear();
+}
+
+template <class T, class B>
+void on_phase_seen(T& thread, const B& barrier, uint32_t parity) {
+  if (barrier.races.ended[parity]) {
+    thread.races.known = joined(thread.races.known, barrier.races.ended[parity]);
+  }
+}
+
+template <class T>
+void on_proxy_fence(T& thread, Space space) {
+  ThreadRaces& races = thread.races;
+  auto known = std::make_shared<Clocks>(*races.known);
+  const bool is_shared = space == Space::kShared;
+  if (is_shared) thread.cta->races.fences.push_back({races.slot, races.clock});
+  learn_clock(*known, races.slot, races.clock++);
+  races.fenced[is_shared] = known;
+}
+
 // The host of `rank` reads or writes when all kernels of the rank's stream have ended.
 template <class M, class F = Fault>
 void on_host(M& machine, int number, uint64_t address, uint64_t bytes, bool writes) {
@@ -650,8 +766,23 @@ struct LaunchRaces {};
 struct AllocationRaces {};
 struct RankRaces {};
 struct MachineRaces {};
+struct CopyRaces {};
+struct CopyBarrierRaces {};
 
 namespace races {
+template <class B>
+void on_init_copies(Thread&, B&) {}
+template <class B>
+void check_initialised(Thread&, const Site&, const B&) {}
+template <class B>
+void on_copy(Thread&, const Access&, const Access&, const B&, CopyRaces&) {}
+template <class B, class C>
+void on_landed(B&, const C&) {}
+template <class B>
+void on_phase_end(B&) {}
+template <class B>
+void on_phase_seen(Thread&, const B&, uint32_t) {}
+inline void on_proxy_fence(Thread&, Space) {}
 inline void on_access(Thread&, const Access&) {}
 inline void on_fence(Thread&, const Site&) {}
 inline void on_barrier(Thread* const*, int) {}

@@ -495,6 +495,45 @@ void on_access(Thread& thread, const Access& access) {
   }
 }
 
+// The bytes come as packets of a line. How many an SM may have in flight is not known: any number.
+void on_copy(Thread& thread, const Access& from, CopyBarrier& barrier) {
+  const Costs& costs = costs_of(thread);
+  const bool remote = is_remote(thread, from);
+  const double now = thread.clock.now;
+  const double headers = (from.bytes + kLineBytes - 1) / kLineBytes * costs.header_bytes;
+  const double bytes = from.bytes + headers;
+  double end = now + costs.l2_ns;
+  if (remote) {
+    RankClock& mine = rank_clock(thread);
+    RankClock& other = thread.machine->ranks[from.where->rank].clock;
+    const double rate = costs.link_bytes_per_ns;
+    const double asked = mine.egress.pass(now, headers, rate) + costs.remote_ns / 2;
+    const double sent = other.egress.pass(asked, bytes, rate);
+    end = mine.ingress.pass(sent, bytes, rate) + costs.remote_ns / 2;
+  }
+  end = sm_of(thread).intake.pass(end, bytes, costs.sm_bytes_per_ns);
+  Step step =
+      step_of(thread, remote ? StepKind::kRemoteLoad : StepKind::kLocalLoad, now, end, from.site);
+  step.queued = std::max(0.0, end - now - (remote ? costs.remote_ns : costs.l2_ns));
+  raise(barrier.clock.latest, {end, step});
+}
+
+void on_arrival(Thread& thread, CopyBarrier& barrier) {
+  const double now = thread.clock.now;
+  raise(barrier.clock.latest, {now, step_of(thread, StepKind::kShared, now, now, nullptr)});
+}
+
+void on_phase_end(CopyBarrier& barrier) {
+  barrier.clock.ended[barrier.phase & 1U] = barrier.clock.latest;
+  barrier.clock.latest = {};
+}
+
+void on_phase_asked(Thread& thread, CopyBarrier& barrier, uint32_t parity, bool ended,
+                    const Site& site) {
+  if (ended) wait(thread, barrier.clock.ended[parity]);
+  spend(thread, costs_of(thread).shared_ns, StepKind::kShared, &site);
+}
+
 void on_fence(Thread& thread, const Site& site) {
   if (site.order != Order::kAcquire) release(thread, site.scope, &site);
   if (site.order != Order::kRelease) acquire(thread, site.scope, &site);
