@@ -45,6 +45,7 @@ KERNELS: Mapping[str, type[clocked.Layer]] = {
     "moe_nvlink": clocked.Ours,
     "moe_nvlink_small": clocked.Small,
     "moe_nvlink_bulk": clocked.Bulk,
+    "moe_nvlink_loads": clocked.Loads,
     "moe_nvlink_ordered": clocked.Ordered,
     "flashinfer": clocked.Peer,
     "flashinfer_cake": clocked.Cake,
@@ -53,6 +54,7 @@ KERNELS: Mapping[str, type[clocked.Layer]] = {
 MOST_TOKENS = {
     "moe_nvlink_small": MAX_SMALL_TOKENS,
     "moe_nvlink_bulk": MAX_SMALL_TOKENS,
+    "moe_nvlink_loads": 2**24,
     "moe_nvlink_ordered": 2**24,
 }
 #: Whose source is for one machine alone.

@@ -147,6 +147,13 @@ class Choices:
         "96, 296.0 with 64; on H200 561.5 with all, 560.0 with 48. Dispatch has no such limit: its "
         "CTAs end when they have put their rows, and at most marking_ctas of them wait",
     )
+    tma_sms: int = _choice(
+        32,
+        (0, 32),
+        GPU,
+        "max_sms up to which combine gets rows without a format by TMA: what an SM has in flight "
+        "is then bound by its shared memory (modelled). Each way has its builds of the kernels",
+    )
     many_tokens_per_cta: int = _choice(
         4,
         (2, 4, 8),

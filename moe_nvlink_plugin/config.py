@@ -147,8 +147,10 @@ class AllToAllConfig:
         num_threads: host threads per rank. None takes MOE_NVLINK_HOST_THREADS. May differ by rank.
         max_sms: number of SMs. A launch has at most as many CTAs as this number of SMs holds; the
             GPU may place them on any SMs. None takes MOE_NVLINK_MAX_SMS; if that is unset, all SMs.
-            May differ by rank. Several channels, or several ranks on one GPU, lower the limit to
-            their share.
+            Up to 32 (Choices.tma_sms), combine gets rows without a format by TMA, with the bits of
+            any other combine; its kernels have `tma=yes` for `moe-nvlink precompile`. So verbs that
+            run beside the experts leave them the other SMs. May differ by rank. Several channels,
+            or several ranks on one GPU, lower the limit to their share.
         small_tokens: most tokens of a rank for which dispatch uses the kernel for small batches,
             0..64; 0: none. It counts against the bound of a call, so all ranks of a round use the
             same kernels. Their rows carry their own flags and take staging memory. `create` lowers

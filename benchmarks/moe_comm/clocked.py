@@ -28,9 +28,11 @@ from typing_extensions import Self
 
 from benchmarks.moe_comm import options, peer_cake, peer_launches, peer_source, routers
 from benchmarks.moe_comm.terms import VERBS, Work, row_bytes
+from moe_nvlink_plugin.choices import TODAY
 from moe_nvlink_plugin.config import MAX_SMALL_TOKENS, AllToAllConfig
 from moe_nvlink_plugin.exchange import arguments, shapes
 from moe_nvlink_plugin.exchange.sizes import (
+    gets_by_tma,
     layer_layout,
     payload_rows,
     small_combine_tokens,
@@ -232,10 +234,12 @@ class Ours(Layer):
     Attributes:
         small_tokens: as AllToAllConfig.small_tokens; None: the product's choice for the machine.
         ordered_slots: as AllToAllConfig.ordered_slots.
+        choices: of the layer.
     """
 
     small_tokens: int | None = None
     ordered_slots = False
+    choices = TODAY
 
     def _config(self, rank: int) -> AllToAllConfig:
         """Return a rank's configuration, with the limits of small batches that hold."""
@@ -252,6 +256,8 @@ class Ours(Layer):
             recipe=None if work.recipe == "bf16" else work.recipe,
             combine=work.combine,
             ordered_slots=self.ordered_slots,
+            max_sms=int(self._costs["num_sms"]),
+            tuning=self.choices,
             ranks_may_leave=False,  # as for vLLM and SGLang; peers have no masks
         )
         return with_small_tokens(config, find_recipe(config), int(self._costs["num_sms"]))
@@ -278,6 +284,7 @@ class Ours(Layer):
             quantiser=self._quantiser,
             ordered_slots=int(self.ordered_slots),
             combine=arguments.combine_code(self._configs[0]),
+            tma=int(gets_by_tma(self._configs[0])),
         )
 
     def _workspace_bytes(self) -> int:
@@ -317,7 +324,8 @@ class Ours(Layer):
     def shape(self, verb: str) -> Shape:
         """Return the product's launch shape on this machine."""
         work = self.work
-        limits = Limits(int(self._costs["num_sms"]), MOST_THREADS, self._places)
+        num_sms = int(self._costs["num_sms"])
+        limits = Limits(num_sms, MOST_THREADS, self._places, _SHARED_BYTES)
         if self._small[verb]:
             return shapes.small_shape(work.tokens, self._small_sizes(verb), limits)
         slots = work.ep_size * work.tokens
@@ -327,6 +335,9 @@ class Ours(Layer):
                 widest = shapes.quantising_lanes(work.hidden_size) * VECTOR_BYTES
             return shapes.dispatch_shape(work.tokens, widest, slots * work.top_k * 4, limits)
         quantised = slots if arguments.combine_code(self._configs[0]) else 0
+        if gets_by_tma(self._configs[0]):
+            sizes = shapes.CombineSizes(work.hidden_size, 2, 0, staged_rows=work.top_k)
+            return shapes.tma_combine_shape(work.tokens, sizes, limits)
         return shapes.combine_shape(work.tokens, work.hidden_size, 2, limits, quantised)
 
     def _small_sizes(self, verb: str) -> shapes.SmallSizes:
@@ -340,7 +351,7 @@ class Ours(Layer):
         name = f"small_{verb}" if self._small[verb] else verb
         kernel, shape = self._library[f"moe_nvlink_{name}"], self.shape(verb)
         args = bytes(self._arguments(verb, rank))
-        return [Launch(kernel, shape.blocks, shape.threads, args)]
+        return [Launch(kernel, shape.blocks, shape.threads, args, shape.shared_bytes)]
 
     def _arguments(self, verb: str, rank: int) -> Any:
         config, tensors = self._configs[rank], self._tensors[rank]
@@ -375,12 +386,20 @@ class Bulk(Ours):
     small_tokens = 0
 
 
+class Loads(Ours):
+    """A combine that loads rows to registers, however few the SMs."""
+
+    choices = TODAY.but("tma_sms", 0)
+
+
 class Ordered(Bulk):
     """The same with slots in the order of the tokens."""
 
     ordered_slots = True
 
 
+#: Shared memory of a CTA beside what our kernels declare; an SM of 9.0 and 10.x has 227 KiB for it.
+_SHARED_BYTES = 227 * 1024 - 4096 - 1024
 #: Registers a thread of dispatch and of combine for top_k 8, by `ptxas -v` of CUDA 13.0.88.
 _REGISTERS = {
     ("trtllm", "h200"): {"dispatch": 88, "combine": 104},

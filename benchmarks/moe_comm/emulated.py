@@ -246,7 +246,9 @@ class Branches(Layer):
         executor.pdl = False
         ranks = len(self.inputs)
         share = max(executor.device_facts.num_sms // ranks, 1)
-        config = dataclasses.replace(self.ranks.config, max_sms=share)
+        # With this limit, but by the kernels of a GPU of its own.
+        choices = self.ranks.config.choices.but("tma_sms", 0)
+        config = dataclasses.replace(self.ranks.config, max_sms=share, tuning=choices)
         row_bytes = {name: row.row_bytes for name, row in self.ranks.rows.items()}
         launchers = [
             LayerLaunches(executor, config, row_bytes, self.ranks.quantiser) for _ in range(ranks)

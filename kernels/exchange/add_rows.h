@@ -105,6 +105,21 @@ struct AddedPart {
   }
 };
 
+// Adds the loaded parts up, and what follows every sum; stores the result.
+template <class Config, class Element, class Part>
+HD void store_sum_of(const Part* loaded, const PartialRow* rows, int top_k, const SumTarget& work,
+                     const AddedPart<Element, Part::kWidth>& added, char* output, bool wide) {
+  constexpr int Width = Part::kWidth;
+  float sums[(Config::kTopKBound + 1) / 2][Width];
+  add_tree(loaded, rows, top_k, sums);
+  if (work.finish.is_needed()) {
+    MOE_NVLINK_UNROLL
+    for (int i = 0; i < Width; ++i) sums[0][i] *= work.finish.scale;
+    added.add_to(sums[0]);
+  }
+  store_sums<Element, Width>(output, sums[0], wide);
+}
+
 // Combines elements [first, last) of one token, a multiple of the part's width. This is thread
 // `thread` of the `threads` that share them.
 template <class Config, class Element, class Part, class Rows>
@@ -139,19 +154,25 @@ HD void combine_range(const Rows& source, int top_k, const SumTarget& work, bool
     // loads after the first sums, to save registers. They would then follow the wait for the first
     // loads: two trips to the peers instead of one.
     if (element >= last) return;
-    float sums[(Config::kTopKBound + 1) / 2][Width];
-    add_tree(loaded, rows, top_k, sums);
-    if (work.finish.is_needed()) {
-      MOE_NVLINK_UNROLL
-      for (int i = 0; i < Width; ++i) sums[0][i] *= work.finish.scale;
-      added.add_to(sums[0]);
-    }
-    store_sums<Element, Width>(output, sums[0], wide);
+    store_sum_of<Config, Element>(loaded, rows, top_k, work, added, output, wide);
   }
 }
 
-// Finds the addresses of the token's partial rows, one k per thread. A slot outside of the buffers
-// counts as no slot.
+// Where the partial row of a slot lies: at which rank, and the row's number in its region. A slot
+// outside of the buffers counts as no slot.
+struct PlaceOfRow {
+  bool exists;
+  int target;
+  int row;
+};
+
+HD PlaceOfRow place_of_row(const Geometry& geometry, int slot) {
+  const bool exists = slot >= 0 && slot < geometry.ep_size * geometry.max_tokens_per_rank;
+  const int target = exists ? slot / geometry.max_tokens_per_rank : 0;
+  return {exists, target, slot - (target - geometry.ep_rank) * geometry.max_tokens_per_rank};
+}
+
+// Finds the addresses of the token's partial rows, one k per thread.
 template <class Config, int Format, class Shared>
 HD void find_rows(const CombineArgs& args, const Cta& cta, int token, const RowSizes& sizes,
                   int turn, Shared& shared) {
@@ -161,12 +182,11 @@ HD void find_rows(const CombineArgs& args, const Cta& cta, int token, const RowS
       reinterpret_cast<const int32_t*>(args.send_slots) + static_cast<int64_t>(token) * top_k;
   MOE_NVLINK_ROLLED
   for (int k = cta.thread; k < top_k; k += cta.num_threads) {
-    const int slot = load_word(slots + k);
-    const bool valid = slot >= 0 && slot < geometry.ep_size * geometry.max_tokens_per_rank;
-    const int target = valid ? slot / geometry.max_tokens_per_rank : 0;
-    const int row = slot - (target - geometry.ep_rank) * geometry.max_tokens_per_rank;
+    const PlaceOfRow place = place_of_row(geometry, load_word(slots + k));
+    const int target = place.target;
+    const int row = place.row;
     const uint32_t region = Format == kCombineUnquantised ? args.region : args.rows_region;
-    shared.rows[turn][k] = valid ? address_of_row(args, target, region, row, sizes.row) : 0;
+    shared.rows[turn][k] = place.exists ? address_of_row(args, target, region, row, sizes.row) : 0;
     if constexpr (kHasScales<Format>) {
       shared.scales[turn][k] = address_of_row(args, target, args.scales_region, row, sizes.scales);
       shared.row_scales[turn][k] =
@@ -233,15 +253,33 @@ HD void combine_all_rows(const SumTarget& work, int hidden_size, int top_k, bool
   }
 }
 
+// Where a thread stores its part of a token's sum, as one of those that share the token.
+template <class Element>
+HD SumTarget target_of(const CombineArgs& args, const Cta& cta, int token, int split, int splits) {
+  const uint64_t row_bytes =
+      static_cast<uint64_t>(args.geometry.hidden_size) * sizeof(typename Element::Storage);
+  const uint64_t place = static_cast<uint64_t>(token) * row_bytes;
+  return SumTarget{reinterpret_cast<char*>(args.output + place),
+                   split * cta.num_threads + cta.thread, splits * cta.num_threads,
+                   are_streamed(args.output, row_bytes, args.geometry.num_tokens), finish_of(args)};
+}
+
+// Without any row the output is zero. After a fault it is NaN, so nobody takes it for a result.
+template <class Element>
+HD void store_no_sum(const SumTarget& work, int hidden_size, bool faulted) {
+  using Word = typename Element::Storage;
+  const Word word = Element::from_float(faulted ? float_of_bits(0x7fc00000u) : 0.0f);
+  auto* words = reinterpret_cast<Word*>(work.output);
+  MOE_NVLINK_ROLLED
+  for (int i = work.thread; i < hidden_size; i += work.threads) store_word(words + i, word);
+}
+
 // Combines one item: share `split` of args.hidden_splits of one token's row.
 template <class Config, class Element, int Format, class Part, class Shared>
 HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int split, bool faulted,
                      bool wide, const Shared& shared, int turn) {
-  using Word = typename Element::Storage;
   const int hidden_size = args.geometry.hidden_size;
   const int top_k = top_k_of<Config>(args.geometry);
-  const uint64_t row_bytes = static_cast<uint64_t>(hidden_size) * sizeof(Word);
-  const uint64_t place = static_cast<uint64_t>(token) * row_bytes;
   const uint64_t* addresses = shared.rows[turn];
   PartialRow rows[Config::kTopKBound];
   bool any = false;
@@ -250,17 +288,10 @@ HD void combine_item(const CombineArgs& args, const Cta& cta, int token, int spl
     rows[k].row = reinterpret_cast<const char*>(addresses[k]);
     any = any || addresses[k] != 0;
   }
-  const SumTarget work{
-      reinterpret_cast<char*>(args.output + place), split * cta.num_threads + cta.thread,
-      static_cast<int>(args.hidden_splits) * cta.num_threads,
-      are_streamed(args.output, row_bytes, args.geometry.num_tokens), finish_of(args)};
+  const SumTarget work =
+      target_of<Element>(args, cta, token, split, static_cast<int>(args.hidden_splits));
   if (faulted || (!any && !work.finish.adds)) {
-    // Without any row the output is zero. After a fault it is NaN, so nobody takes it for a result.
-    const Word word = Element::from_float(faulted ? float_of_bits(0x7fc00000u) : 0.0f);
-    auto* words = reinterpret_cast<Word*>(work.output);
-    MOE_NVLINK_ROLLED
-    for (int i = work.thread; i < hidden_size; i += work.threads) store_word(words + i, word);
-    return;
+    return store_no_sum<Element>(work, hidden_size, faulted);
   }
   if constexpr (kSkipAbsentRows) {
     combine_present_rows<Config, Element, Format, Part>(work, hidden_size, top_k, wide, rows,

@@ -35,16 +35,38 @@ struct QuantisedCombineShared : CombineShared {
   uint32_t completes;                // this CTA has quantised the last row that was missing
 };
 
-template <bool Quantised>
+// Items whose rows may be on their way to a CTA at the same time (tma_combine.h).
+constexpr int kMostStages = 16;
+
+// The same if rows come by TMA.
+static_assert(kMaxTopK <= 32);
+struct TmaCombineShared {
+  uint32_t epoch;
+  uint32_t has_failed;
+  uint32_t faulted;
+  uint32_t present[kMostStages];  // bit k: the item has a row of this k
+  uint64_t landed[kMostStages];   // barriers of the items' copies
+};
+
+// Whether this build gets rows by TMA. Rows with a format do not come so.
+template <class Config>
+constexpr bool kByTma = Config::kTma != 0 && Config::kCombine == kCombineUnquantised;
+
+template <bool Quantised, bool Tma>
 struct CombineSharedOf {
   using Type = CombineShared;
 };
 template <>
-struct CombineSharedOf<true> {
+struct CombineSharedOf<true, false> {
   using Type = QuantisedCombineShared;
 };
+template <>
+struct CombineSharedOf<false, true> {
+  using Type = TmaCombineShared;
+};
 template <class Config>
-using SharedOf = typename CombineSharedOf<Config::kCombine != kCombineUnquantised>::Type;
+using SharedOf =
+    typename CombineSharedOf<Config::kCombine != kCombineUnquantised, kByTma<Config>>::Type;
 
 // Address of a row in a region of rank `target`.
 HD uint64_t address_of_row(const CombineArgs& args, int target, uint32_t region, int row,

@@ -21,6 +21,7 @@ from .shapes import (
     combine_shape,
     dispatch_shape,
     small_shape,
+    tma_combine_shape,
 )
 
 
@@ -76,6 +77,17 @@ def _unit_data_bytes() -> dict[str, int]:
 
 #: Bytes of data of the units that carry rows of small batches (units.h). CPU ranks have 14.
 UNITS = Axis("units", ("int kUnitDataBytes",), _unit_data_bytes, default="14", is_silent=True)
+#: Whether combine gets rows by TMA (kernels/exchange/tma_combine.h), for which few SMs do. Rows
+#: with a format do not come so, and rows that are no whole vectors neither.
+TMA = Axis(
+    "tma",
+    ("int kTma",),
+    no_yes,
+    default="no",
+    is_silent=True,
+    always=(0,),
+    placeholder="yes",
+)
 
 
 def _num_tokens(args: Any) -> int:
@@ -87,7 +99,9 @@ def _dispatch_shape(num_tokens: int, sizes: DispatchSizes, limits: Limits) -> Sh
 
 
 def _combine_shape(num_tokens: int, sizes: CombineSizes, limits: Limits) -> Shape:
-    hidden_size, element_bytes, slots, choices = sizes
+    if sizes.staged_rows:
+        return tma_combine_shape(num_tokens, sizes, limits)
+    hidden_size, element_bytes, slots, choices, _ = sizes
     return combine_shape(num_tokens, hidden_size, element_bytes, limits, slots, choices)
 
 
@@ -104,7 +118,7 @@ COMBINE: Kernel[CombineSizes] = Kernel(
     name="combine",
     source="exchange/combine.cu",
     struct="CombineArgs",
-    axes=(TOP_K, ELEMENT, COMBINE_FORMAT, PDL),
+    axes=(TOP_K, ELEMENT, COMBINE_FORMAT, TMA, PDL),
     count=_num_tokens,
     shape=_combine_shape,
     splits="hidden_splits",

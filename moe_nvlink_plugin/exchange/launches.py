@@ -10,11 +10,12 @@ from moe_nvlink_plugin.launch import shape
 from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.launch.base import Budget, Executor
 from moe_nvlink_plugin.launch.kernel import ELEMENT, Variant
+from moe_nvlink_plugin.launch.shape import VECTOR_BYTES
 
 from .arguments import all_ids_travel, combine_code
-from .kernels import COMBINE, DISPATCH, LAYER, QUANTISER, SMALL_COMBINE, SMALL_DISPATCH
+from .kernels import COMBINE, DISPATCH, LAYER, QUANTISER, SMALL_COMBINE, SMALL_DISPATCH, TMA
 from .shapes import CombineSizes, DispatchSizes, quantising_lanes
-from .sizes import combine_dtypes, row_data_bytes, small_combine_tokens
+from .sizes import combine_dtypes, gets_by_tma, row_data_bytes, small_combine_tokens
 from .small_batches import small_combine_sizes, small_dispatch_sizes
 
 
@@ -34,6 +35,7 @@ def variant(config: AllToAllConfig, quantiser: int) -> Variant:
         expert_counts=1 if config.num_expert_counts else 0,
         ordered_slots=int(config.ordered_slots),
         units=row_data_bytes(config),
+        tma=int(gets_by_tma(config)),
     )
 
 
@@ -88,13 +90,22 @@ class LayerLaunches:
         self._element_bytes = {
             element_code(dtype): dtype.itemsize for dtype in combine_dtypes(config)
         }
+        by_tma = (0, 1) if gets_by_tma(config) else (0,)
+        self._gets_by_tma = len(by_tma) > 1
         self._combines = {
-            code: launcher.load(
+            (code, tma): launcher.load(
                 COMBINE,
-                CombineSizes(config.hidden_size, element_bytes, slots_to_quantise, choices),
-                **{ELEMENT.name: code},
+                CombineSizes(
+                    config.hidden_size,
+                    element_bytes,
+                    slots_to_quantise,
+                    choices,
+                    staged_rows=tma * config.top_k,
+                ),
+                **{ELEMENT.name: code, TMA.name: tma},
             )
             for code, element_bytes in self._element_bytes.items()
+            for tma in by_tma
         }
         self._most_small = self._most_small_to_combine = 0
         if config.small_tokens:
@@ -143,9 +154,11 @@ class LayerLaunches:
         """
         geometry = args.geometry
         element = geometry.element
+        row_bytes = geometry.hidden_size * self._element_bytes[element]
         is_small = geometry.max_tokens_per_rank <= self._most_small_to_combine
         # Units carry whole words: other rows are pulled.
-        if is_small and geometry.hidden_size * self._element_bytes[element] % 4 == 0:
+        if is_small and row_bytes % 4 == 0:
             self._small_combines[element](args)
         else:
-            self._combines[element](args)
+            tma = self._gets_by_tma and row_bytes % VECTOR_BYTES == 0
+            self._combines[element, int(tma)](args)

@@ -10,11 +10,20 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from moe_nvlink_plugin.choices import TODAY, Choices
-from moe_nvlink_plugin.launch.shape import VECTOR_BYTES, Limits, Shape, ceil_div, whole_warps
+from moe_nvlink_plugin.launch.shape import (
+    VECTOR_BYTES,
+    WARP,
+    Limits,
+    Shape,
+    ceil_div,
+    whole_warps,
+)
 
 #: Elements of a quantised row that one thread of combine takes at a time (kQuantisedWidth of
 #: add_rows.h on the GPU).
 QUANTISED_WIDTH = 8
+#: Items whose rows may be on their way to a CTA (kMostStages of combine_shared.h).
+MOST_STAGES = 16
 #: Elements that one thread of dispatch quantises at a time (kLaneElements of platform_gpu.h).
 LANE_ELEMENTS = 16
 
@@ -37,12 +46,18 @@ class DispatchSizes(NamedTuple):
 
 
 class CombineSizes(NamedTuple):
-    """Sizes of one layer on which the launch shape of combine depends: see combine_shape."""
+    """Sizes of one layer on which the launch shape of combine depends: see combine_shape.
+
+    Attributes:
+        staged_rows: rows of a token that come to shared memory by TMA, which is top_k; 0: they come
+            to registers.
+    """
 
     hidden_size: int
     element_bytes: int
     slots: int
     choices: Choices = TODAY
+    staged_rows: int = 0
 
 
 class SmallSizes(NamedTuple):
@@ -167,3 +182,24 @@ def combine_shape(
     if not slots and num_tokens >= choices.many_tokens_per_cta * pulling > 0:
         resident = pulling
     return Shape(min(max(num_tokens * splits, slots, 1), resident), threads, splits)
+
+
+def tma_combine_shape(num_tokens: int, sizes: CombineSizes, limits: Limits) -> Shape:
+    """Return the launch shape of a combine that gets rows by TMA: a CTA on each SM.
+
+    Each item is a part of a token's row with a vector for each thread. A CTA has as many stages for
+    items as its SM has shared memory for, and no more than it has items.
+    """
+    vectors = ceil_div(sizes.hidden_size * sizes.element_bytes, VECTOR_BYTES)
+    most = min(sizes.choices.combine_threads, limits.max_threads)
+    stage_bytes = sizes.staged_rows * VECTOR_BYTES
+    # At least two stages, or nothing would be on its way while a CTA adds.
+    most = min(most, max(limits.shared_bytes // (2 * stage_bytes), WARP))
+    threads = whole_warps(ceil_div(vectors, ceil_div(vectors, most)), most)
+    splits = ceil_div(vectors, threads)
+    items = max(num_tokens, 1) * splits
+    blocks = min(items, max(limits.num_sms, 1))
+    stages = min(
+        limits.shared_bytes // (stage_bytes * threads), ceil_div(items, blocks), MOST_STAGES
+    )
+    return Shape(blocks, threads, splits, stages * stage_bytes * threads)

@@ -175,6 +175,15 @@ def small_combine_tokens(config: AllToAllConfig) -> int:
     return (config.small_tokens or 0) if limit is None else limit
 
 
+def gets_by_tma(config: AllToAllConfig) -> bool:
+    """Return whether a GPU rank's combine gets rows by TMA, if they are whole vectors. Local.
+
+    It does if it may fill few SMs, and rows have no format.
+    """
+    few = config.max_sms is not None and config.max_sms <= config.choices.tma_sms
+    return few and config.combine == "bf16"
+
+
 def staging_rows(config: AllToAllConfig, packed_bytes: int) -> dict[str, int]:
     """Return region name -> bytes of one row's units, for a packed row of so many bytes. Local."""
     rows = {"dispatch_staging": staged_bytes(packed_bytes, row_data_bytes(config))}

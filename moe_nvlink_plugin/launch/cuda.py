@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 #: Most prepared launches that a launcher keeps. A server uses a few dozen token counts and streams.
 _MOST_PREPARED = 4096
 
+#: Of a call, to ask for the most shared memory of a kernel.
+_MANY_ITEMS = 2**20
+
 _EARLIER = (
     "if an earlier kernel failed, its error shows here: run with CUDA_LAUNCH_BLOCKING=1 to find it"
 )
@@ -60,7 +63,7 @@ def _prepared(launch_shape: Shape, stream: int, pdl: bool, follows_event: bool) 
     config = api.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = launch_shape.blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = launch_shape.threads, 1, 1
-    config.sharedMemBytes = 0
+    config.sharedMemBytes = launch_shape.shared_bytes
     config.hStream = api.CUstream(stream)
     if pdl:
         attribute = api.CUlaunchAttribute()
@@ -218,6 +221,9 @@ class _CudaLauncher:
         wanted = self._variant.instead(**others)
         function = function_of(self._executor.device_facts.index, build, wanted)
         limits = self._room.limits(function)
+        with self._executor.context():
+            if kernel.shape(_MANY_ITEMS, sizes, limits).shared_bytes:
+                function.allow_shared()
 
         def choose(count: int) -> Shape:
             return kernel.shape(count, sizes, limits)

@@ -71,12 +71,27 @@ def _searched() -> str:
 class Function:
     """Function of a loaded module. The module stays loaded, because a CUDA graph may hold it."""
 
-    def __init__(self, module: Any, name: str) -> None:
+    def __init__(self, index: int, module: Any, name: str) -> None:
         self.function = driver.call("cuModuleGetFunction", module, name.encode())
         # The driver loads the code here. The first launch, which may be captured, need not.
         driver.call("cuFuncLoad", self.function)
-        attribute = driver.api().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
-        self.max_threads = int(driver.call("cuFuncGetAttribute", attribute, self.function))
+        attributes = driver.api().CUfunction_attribute
+        self.max_threads = self._attribute(attributes.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)
+        most = driver.api().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        of_device = int(
+            driver.call("cuDeviceGetAttribute", most, driver.call("cuDeviceGet", index))
+        )
+        declared = self._attribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
+        self.shared_bytes = of_device - declared
+
+    def _attribute(self, attribute: Any) -> int:
+        return int(driver.call("cuFuncGetAttribute", attribute, self.function))
+
+    def allow_shared(self) -> None:
+        """Let launches ask for as much shared memory as a CTA can have; without it for 48 KiB."""
+        name = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
+        attribute = getattr(driver.api().CUfunction_attribute, name)
+        driver.call("cuFuncSetAttribute", self.function, attribute, self.shared_bytes)
 
     @functools.cache  # noqa: B019 - kernels live as long as the process
     def blocks_per_sm(self, threads: int) -> int:
@@ -86,7 +101,7 @@ class Function:
 
     def limits(self, num_sms: int) -> Limits:
         """Return what the function may use of so many SMs."""
-        return Limits(num_sms, self.max_threads, self.blocks_per_sm)
+        return Limits(num_sms, self.max_threads, self.blocks_per_sm, self.shared_bytes)
 
 
 #: (index of the device, build) -> function that is loaded there.
@@ -106,11 +121,11 @@ def _load(index: int, build: Build, cubin: bytes) -> Function:
     with driver.on_device(index):
         try:
             try:
-                return _function(cubin, build)
+                return _function(index, cubin, build)
             except DriverError as error:
                 if error.status not in _NOT_FOR_THIS_DRIVER:
                     raise
-                return _function(_compiled_here(index, build, error), build)
+                return _function(index, _compiled_here(index, build, error), build)
         except DriverError as error:
             major, minor = driver.driver_version()
             what_to_do = _TOO_OLD
@@ -123,8 +138,8 @@ def _load(index: int, build: Build, cubin: bytes) -> Function:
             ) from error
 
 
-def _function(cubin: bytes, build: Build) -> Function:
-    return Function(driver.call("cuModuleLoadData", cubin), build.kernel.entry)
+def _function(index: int, cubin: bytes, build: Build) -> Function:
+    return Function(index, driver.call("cuModuleLoadData", cubin), build.kernel.entry)
 
 
 def _compiled_here(index: int, build: Build, refused: DriverError) -> bytes:

@@ -55,11 +55,13 @@ class Shape(NamedTuple):
         threads: threads of each CTA.
         splits: CTAs that share an item; in kernels for small batches the CTAs that send; 1 if the
             kernel does not split.
+        shared_bytes: shared memory of a CTA beside what the kernel declares.
     """
 
     blocks: int
     threads: int
     splits: int = 1
+    shared_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +72,13 @@ class Limits:
         num_sms: SMs that the kernel may fill: all, or fewer by configuration.
         max_threads: most threads of a CTA that the kernel's registers allow.
         blocks_per_sm: returns how many CTAs of so many threads one SM holds at once; 0: none fits.
+        shared_bytes: most shared memory of a CTA beside what the kernel declares.
     """
 
     num_sms: int
     max_threads: int
     blocks_per_sm: Callable[[int], int]
+    shared_bytes: int = 0
 
     def resident(self, threads: int) -> int:
         """Return how many CTAs of so many threads run at the same time."""

@@ -22,6 +22,7 @@ from moe_nvlink_plugin.config import ACTIVATION_DTYPES, AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.exchange import tuning
 from moe_nvlink_plugin.exchange.all_to_all import MoeAllToAll
+from moe_nvlink_plugin.exchange.sizes import gets_by_tma
 from moe_nvlink_plugin.exchange.tuning import Layer, Machine, Tuning
 from moe_nvlink_plugin.groups import Group, all_or_none, refuse_differences
 from moe_nvlink_plugin.verify import search, turns
@@ -99,6 +100,7 @@ def space(config: AllToAllConfig, device: torch.device) -> list[Choice]:
         "small_combine_tokens": config.small_tokens is not None or config.combine != "bf16",
         "host_threads": threads_asked,
         "pdl": not env.pdl(),
+        "tma_sms": not gets_by_tma(dataclasses.replace(config, tuning=TODAY)),
     }
     most_threads = (os.cpu_count() or 1) // config.ep_size
     found = []

@@ -54,6 +54,7 @@ class Case:
     num_expert_counts: int = 0
     ordered_slots: bool = False
     unit_data_bytes: int | None = None  # on GPUs; None: as the environment says
+    max_sms: int | None = None
     left_out: tuple[int, ...] = ()  # by the masks of the others; these make up a round of their own
 
     @property
@@ -96,6 +97,7 @@ class Case:
             num_expert_counts=self.num_expert_counts,
             ordered_slots=self.ordered_slots,
             unit_data_bytes=self.unit_data_bytes,
+            max_sms=self.max_sms,
             tuning="",  # a user's file is for another layer
         )
 

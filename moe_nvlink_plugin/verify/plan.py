@@ -9,6 +9,7 @@ import torch
 
 from moe_nvlink_plugin import HeadConfig, env
 from moe_nvlink_plugin.config import ACTIVATION_DTYPES
+from moe_nvlink_plugin.exchange.sizes import gets_by_tma
 
 from .cases import ADDS, COMBINE_FORMATS, RECIPES, Case, is_small, with_formats
 from .checks import Check, Head, Rounds
@@ -28,6 +29,8 @@ _LAYOUTS = {
 
 #: The most tokens of a rank in small batches.
 _SMALL_TOKENS = 16
+#: With which combine gets rows by TMA.
+_FEW_SMS = 16
 
 #: Ids of a slice: more than three pieces of mark_empty_slots, whose CTAs have at most 1024 threads.
 _MANY_IDS = 3 * 16 * 1024
@@ -106,6 +109,9 @@ def _on_gpus(large: Case, small: Case) -> Iterator[Rounds]:
     for case in (large, small):
         yield Rounds(name=f"{case.name}, CUDA graph", case=case, rounds=12, captured=True)
         yield Rounds(name=f"{case.name}, without PDL", case=case, rounds=6, pdl=False)
+    by_tma = dataclasses.replace(large, max_sms=_FEW_SMS)
+    if gets_by_tma(by_tma.config(0)):
+        yield Rounds(name=f"{large.name}, combine by TMA", case=by_tma, rounds=12)
     for data_bytes in env.UNIT_DATA_BYTES:
         if data_bytes != small.config(0).unit_data_bytes:
             other = dataclasses.replace(small, unit_data_bytes=data_bytes)

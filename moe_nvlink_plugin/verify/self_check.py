@@ -11,6 +11,7 @@ import torch
 
 from moe_nvlink_plugin.config import SELF_CHECKS, AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError, SelfCheckError
+from moe_nvlink_plugin.exchange.sizes import gets_by_tma
 from moe_nvlink_plugin.groups import as_group, refuse_differences
 
 from .cases import RECIPES, with_formats
@@ -117,7 +118,11 @@ def _quick(geometry: Geometry, config: AllToAllConfig, device: torch.device) -> 
         for small_tokens in (0, geometry.max_tokens) if uses_small else (0,):
             kind = "small batches" if small_tokens else "large batches"
             case = with_formats(geometry.case(kind, geometry.max_tokens, device), recipe, back)
-            case = dataclasses.replace(case, unit_data_bytes=config.unit_data_bytes)
+            case = dataclasses.replace(
+                case,
+                unit_data_bytes=config.unit_data_bytes,
+                max_sms=config.max_sms if gets_by_tma(config) else None,
+            )
             rounds = Rounds(name=case.name, case=case, rounds=3, small_tokens=small_tokens)
             if case.hidden_size == geometry.hidden_size:
                 checks.append(rounds)

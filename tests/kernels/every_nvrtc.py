@@ -188,7 +188,7 @@ def _builds(geometry: Variant, architecture: str, *, pdl: bool = True) -> Iterat
     plain, common = set[Build](), kinds()[0]
     if geometry.family is LAYER and _family(geometry) != "unquantised":
         usual = geometry.instead(
-            recipe="none", combine="bf16", expert_counts="no", ordered_slots="no", units="14"
+            **{axis.name: axis.default for axis in LAYER.axes if axis.is_silent and axis.default}
         )
         plain = set(usual.builds(pdl=pdl))
     if geometry.family is LAYER and geometry != common:
@@ -212,7 +212,9 @@ def _emulated_verbs() -> Iterator[Kernel]:
     """All kernels of a layer for many ranks; in the oracle's form they may spill, which is no
     mistake (emulated.py), so they are compiled as the benchmarks compile them.
     """
-    for kind, architecture in zip(kinds(), itertools.cycle(nvrtc.ARCHITECTURES), strict=False):
+    # The ranks of one launch get no rows by TMA.
+    others = [kind for kind in kinds() if not kind.codes()["tma"]]
+    for kind, architecture in zip(others, itertools.cycle(nvrtc.ARCHITECTURES), strict=False):
         text = functools.partial(
             emulated_text.device_source, 8, 0, _EMULATED_RANKS, as_product=True, small=True
         )
@@ -255,6 +257,8 @@ def _family(geometry: Variant) -> str:
         return "expert counts"
     if codes["ordered_slots"]:
         return "ordered slots"
+    if codes["tma"]:
+        return "combine by TMA"
     if codes["units"] != env.UNIT_DATA_BYTES[0]:
         return f"units of {codes['units']} bytes"
     combine = COMBINE_FORMAT.word(codes["combine"])

@@ -52,6 +52,7 @@ class Build:
     expert_counts: str = "no"
     ordered_slots: str = "no"
     units: str = "14"
+    tma: str = "no"
     pdl: bool = True
 
     def __str__(self) -> str:
@@ -63,8 +64,7 @@ class Build:
     def text(self) -> str:
         if self.kernel in HEAD.kernels:
             return HEAD.variant(dtype=self.dtype).build(self.kernel, pdl=self.pdl).text()
-        names = ("top_k", "dtype", "recipe", "combine", "expert_counts", "ordered_slots", "units")
-        variant = LAYER.variant(**{name: getattr(self, name) for name in names})
+        variant = LAYER.variant(**{axis.name: getattr(self, axis.name) for axis in LAYER.axes})
         return variant.build(self.kernel, pdl=self.pdl).text()
 
     def code(self) -> Code:
@@ -564,6 +564,19 @@ LOOKS = has({r"LDG\.E\.128": top_k, UNIT_LOAD: top_k})
 #: A store for each target and of the zeros after it has been read, a look at a time.
 UNITS = has({UNIT_STORE: lambda build: build.top_k + 1, UNIT_LOAD: 1})
 
+#: A copy before the first item and one for every next one; a row's part is read as vectors from
+#: shared memory, and only the row that is added from global.
+BY_TMA = has(
+    {
+        r"UBLKCP\.S\.G": 2,
+        r"SYNCS\.ARRIVE\.TRANS64": 2,
+        r"FENCE\.VIEW\.ASYNC\.S": at_least(2),  # ptxas has more, one behind each SYNCS.EXCH
+        r"FENCE\.VIEW\.ASYNC\.G": 1,
+        r"LDS\.128": top_k,
+        WIDE_LOAD: 1,
+    }
+)
+
 #: Builds, and what each of them is asked.
 TABLE: tuple[tuple[list[Build], dict[str, Check]], ...] = (
     (geometries(DISPATCH), {"resources": resources, "wide": WIDE_DISPATCH}),
@@ -585,6 +598,10 @@ TABLE: tuple[tuple[list[Build], dict[str, Check]], ...] = (
         },
     ),
     (common(COMBINE), {"not fused": NOT_FUSED, "order": COMBINE_ORDER}),
+    (
+        [*both(COMBINE, tma="yes"), Build(COMBINE, tma="yes", top_k=32)],
+        {"resources": resources, "by TMA": BY_TMA, "not fused": NOT_FUSED},
+    ),
     (
         [*common(DISPATCH), *common(COMBINE)],
         {"waits first": waits_first, "prepares first": prepares_first},
@@ -783,6 +800,7 @@ ORDERED_COUNTS = instead(
     "fetch_add_acq_rel_gpu(&expert_counters(args)[id], 1)",
 )
 NOT_CLEARED = instead("  Unit::store(reinterpret_cast<uint64_t*>(place), 0, 0);\n", "")
+NOT_FENCED = instead("  if (copies) fence_copies_global();\n", "")
 ADDS_LATE = instead("Config::kTopKBound <= kMostUnitsAndAdded", "false")
 COLLECT_RELEASES = instead(
     "  get_logits(args, cta, shared);\n",
@@ -841,6 +859,7 @@ MUTANTS: tuple[tuple[str, Build, Edit, Check], ...] = (
     ("arrives early", FP8_BACK, ARRIVES_EARLY, rows_before_arrival),
     ("ordered counts", Build(DISPATCH, expert_counts="yes"), ORDERED_COUNTS, COUNTS_ADD),
     ("not cleared", Build(SMALL_DISPATCH), NOT_CLEARED, UNITS),
+    ("not fenced", Build(COMBINE, tma="yes"), NOT_FENCED, BY_TMA),
     ("adds late", Build(SMALL_COMBINE), ADDS_LATE, adds_what_flies),
     ("relaxed", Build(SMALL_COMBINE), relaxed, SMALL_COMBINE_ORDER),
     ("releases", Build(COLLECT), COLLECT_RELEASES, COLLECT_ORDER),

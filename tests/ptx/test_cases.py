@@ -108,6 +108,24 @@ def test_sample(recipe: str | None, combine: str, architecture: str, post_quant:
     )
 
 
+# ---- few SMs: rows of combine come by TMA
+
+#: Rows of one part, and of several with a shorter last one; with fewer items than stages, and more.
+BY_TMA = (
+    (dataclasses.replace(SMALL, tokens=(4, 0, 3)), {"ctas": 5, "stages": 16}),
+    (dataclasses.replace(SMALL, hidden_size=1032, add="apart", scale=1 / 3), {"stages": 3}),
+    (dataclasses.replace(SMALL, dtype=torch.float32, add="in place"), {"ctas": 1, "stages": 1}),
+    (dataclasses.replace(SMALL, add="unaligned", hidden_size=1032), {"threads": 32}),
+)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_rows_by_tma(architecture: str) -> None:
+    for case, options in BY_TMA:
+        of_all: dict[str, Any] = {"architecture": architecture, "ctas": 2, "pdl": True}
+        emulated.check_case("ptx", dataclasses.replace(case, max_sms=1), **of_all | options)
+
+
 # ---- small batches: what dispatch and combine launch for them instead
 
 

@@ -98,6 +98,8 @@ LAYER_CASE = Case(
     num_experts=8,
 )
 SMALL_CASE = dataclasses.replace(LAYER_CASE, small=True)
+#: Rows of two parts, the second one shorter, and more items for each CTA than it has stages.
+TMA_CASE = dataclasses.replace(LAYER_CASE, max_sms=1, hidden_size=576)
 #: Two that send, whose second one's first part goes to a peer, and two that receive.
 SMALL_CTAS = 4
 #: Rows with more units than a CTA has threads.
@@ -367,6 +369,23 @@ def ordering() -> Group:
     return Group(builds, runs, r"count_to|TokensBefore|count_tokens_before")
 
 
+def tma_rounds(stages: int, seed: int) -> None:
+    emulated.check_case("ptx", TMA_CASE, seed=seed, stages=stages, **OPTIONS)
+
+
+def by_tma() -> Group:
+    """What a combine by TMA has of its own: copies and their barriers.
+
+    With one stage, whose copies no CTA barrier keeps apart from the sums, and with two.
+    """
+    made = launches.variant(TMA_CASE.config(0), 0).build(COMBINE, pdl=True)
+    runs: list[Callable[[int], None]] = [
+        functools.partial(rounds_apart, TMA_CASE, CTAS, False),
+        *(functools.partial(tma_rounds, stages) for stages in (1, 2)),
+    ]
+    return Group([made], runs, r"by_tma(:| > start_item:)|by_tma > combine_barrier: cta\.sync")
+
+
 # ---- going on without a rank
 
 
@@ -499,6 +518,7 @@ GROUPS: dict[str, Callable[[], Group]] = {
     **{name: functools.partial(layer, case) for name, case in LAYERS.items()},
     "counts": counting,
     "ordered": ordering,
+    "tma": by_tma,
     "meet": meeting,
     "lm_head": head,
 }
@@ -587,7 +607,11 @@ REDUNDANT = (
 PAIRS = {
     "P1": (r"dispatch: .*signal_peer: .*order relaxed", r"dispatch: .*wait_for_epoch: .*relaxed"),
     "P2": (r"dispatch: .*arrive: .*order acquire", r"dispatch: .*arrive: .*order release"),
-    "P3": (r"combine: .*signal_peer: .*order relaxed", r"combine: .*wait_for_epoch: .*relaxed"),
+    "P3": (
+        r"combine: .*signal_peer: .*order relaxed",
+        r"combine: .*wait_for_epoch: .*relaxed",
+        r"combine: .*fence_copies_global.*: removed",
+    ),
     "P4": (r"combine_barrier: cta\.sync\(\); \(2 of 2\): removed",),
     "P5": (r"completes_rows: .*order acquire", r"completes_rows: .*order release"),
     "P6": (r"gather: .*signal_peer: .*order relaxed", r"gather: .*wait_for_epoch: .*relaxed"),
@@ -615,6 +639,10 @@ PAIRS = {
     "P14": (
         r"combine: .*tell_end: .*store_release_sys.*order relaxed",
         r"publish_round > await_leavers .*wait_until_reached: .*\(2 of 2\): order relaxed",
+    ),
+    "P15": (
+        r"start_item: expect_copies.*order relaxed",
+        r"by_tma: while .*have_landed.*order relaxed",
     ),
 }
 

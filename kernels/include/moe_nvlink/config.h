@@ -118,6 +118,8 @@ struct RuntimeConfig {
   static constexpr int kOrderedSlots = -1;
   // Bytes of data of the units that carry rows: 12, or 14, as on the host.
   static constexpr int kUnitDataBytes = 14;
+  // Whether combine gets rows by the copies of tma.h: 0, as on the host, or 1.
+  static constexpr int kTma = 0;
 };
 
 }  // namespace moe_nvlink

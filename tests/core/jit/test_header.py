@@ -25,6 +25,7 @@ from moe_nvlink_plugin.errors import CompileError
 from moe_nvlink_plugin.exchange import rank_masks, sizes
 from moe_nvlink_plugin.exchange.arguments import formats_code, number_code, written_code
 from moe_nvlink_plugin.exchange.kernels import COMBINE, LAYER, UNITS
+from moe_nvlink_plugin.exchange.shapes import MOST_STAGES
 from moe_nvlink_plugin.exchange.small_batches import MAX_STAGED_BYTES, PART_UNITS
 from moe_nvlink_plugin.jit import header, host, nvrtc, source
 from moe_nvlink_plugin.jit.header import constants, structs
@@ -48,6 +49,8 @@ def test_limits() -> None:
     assert numbers["kMaxSmallTokens"] == MAX_SMALL_TOKENS == env.MAX_SMALL_TOKENS
     assert numbers["kPartUnits"] == PART_UNITS
     assert numbers["kMaxStagedBytes"] == MAX_STAGED_BYTES
+    stages = constants("exchange/combine_shared.h")["kMostStages"]
+    assert stages == MOST_STAGES
     units = constants("include/moe_nvlink/units.h")
     assert units["kUnitBytes"] == sizes.UNIT_BYTES
     assert units["kUnitWords"] * 4 == sizes.UNIT_DATA_BYTES == min(UNITS.choices().values())

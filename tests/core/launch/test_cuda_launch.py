@@ -217,6 +217,53 @@ def test_launches_choose_as_the_layer_says(driven: Driven) -> None:
     assert chosen == [(3, 256, 0), (6, 448, 0)]  # and today's: test_launches
 
 
+#: Hidden size of calls of a layer with 7168, and whether their rows are whole vectors. Wider ones
+#: have room where rows may be float32.
+WIDTHS = {7168: True, 64: True, 14336: True, 4: False, 7164: False}
+
+
+def rows_by_tma(max_sms: int) -> list[tuple[int, int, bool, bool]]:
+    """Width, memory that the launch asks for, and whether the rows are those by loads."""
+    seen = []
+    settings: dict[str, Any] = {"small_tokens": 0, "max_sms": max_sms, "ordered_slots": True}
+    settings["combine_dtypes"] = (torch.float32,)
+    with (
+        alone(**settings) as layer,
+        alone(**settings, tuning=Choices(tma_sms=0)) as other,
+    ):
+        for width in WIDTHS:
+            outputs = []
+            for one in (layer, other):
+                received = one.dispatch(*inputs(one, 7))
+                rows = one.combine_input(hidden_size=width)
+                rows.copy_(torch.arange(rows.numel()).sin().view_as(rows))
+                output = torch.full((7, width), torch.nan, dtype=rows.dtype)
+                one.combine(rows, received.metadata, output=output, hidden_size=width)
+                outputs.append(output)
+                shared = fake_cuda.control().last_launch().shared_bytes
+                if one is layer:
+                    by_tma = shared
+            same = torch.equal(*(output.view(torch.int16) for output in outputs))
+            seen.append((width, by_tma, shared == 0, same))
+    return seen
+
+
+@pytest.mark.parametrize("on", ["host", ptx.LONG])
+@pytest.mark.parametrize("max_sms", [1, 32])
+def test_rows_by_tma_of_any_width(max_sms: int, on: str, driven: Driven) -> None:
+    """The grid and the memory are for the layer's width; the kernel gets the call's."""
+    units = ptx.of(
+        *(
+            LAYER.variant(top_k=4, dtype=dtype, ordered_slots="yes", tma=tma)
+            for dtype in ("bf16", "fp32")
+            for tma in ("no", "yes")
+        )
+    )
+    seen = driven(rows_by_tma, max_sms, sms=132, units=units if on == "ptx" else [])
+    assert [(width, shared > 0) for width, shared, *_rest in seen] == [*WIDTHS.items()]
+    assert all(others and same for *_rest, others, same in seen)
+
+
 def launches_of_many_tokens() -> tuple[Any, ...]:
     with alone(max_tokens_per_rank=400) as layer:
         layer.dispatch(*inputs(layer, 400))

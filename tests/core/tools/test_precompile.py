@@ -61,7 +61,7 @@ def test_builds_of_a_geometry() -> None:
     assert codes == [
         ("dispatch", 8, 0, 0, 0, 0, 1),
         ("dispatch", 8, 0, 1, 0, 0, 1),
-        ("combine", 8, 0, 2, 1),
+        ("combine", 8, 0, 2, 0, 1),
         ("small_dispatch", 8, 0, 0, 0, 14, 1),
         ("small_dispatch", 8, 0, 1, 0, 14, 1),
         ("small_combine", 8, 0, 14, 1),

@@ -188,6 +188,9 @@ def test_candidates_are_those_that_differ(monkeypatch: pytest.MonkeyPatch) -> No
     assert {"full_link_sms", "marking_ctas", "most_splits", "sent_weight"} < set(on_gpus)
     assert not {"host_threads", "laid_out_weight", "head_threads"} & set(on_gpus)
     assert "small_combine_tokens" not in names(config(combine="fp8_block"), CPU)
+    assert "tma_sms" not in names(config(max_sms=33), CUDA)
+    assert "tma_sms" not in names(config(max_sms=16, combine="fp8_block"), CUDA)
+    assert names(config(max_sms=16), CUDA)["tma_sms"] == (0, 32)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert "host_threads" not in names(config(), CPU)
 
