@@ -162,7 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ep", type=int, nargs="+", default=[8, 64], help="number of ranks")
     parser.add_argument("--machine", nargs="+", choices=costs.MACHINES, default=["gb200"])
     parser.add_argument("--recipe", nargs="+", choices=FORMATS, default=["bf16"], help="dispatch's")
-    parser.add_argument("--combine", choices=COMBINE_FORMATS, default="bf16", help="combine's")
+    formats = list(COMBINE_FORMATS)
+    parser.add_argument("--combine", nargs="+", choices=formats, default=["bf16"], help="combine's")
     parser.add_argument("--sms", nargs="+", type=int, default=[None], help="instead of all")
     parser.add_argument("--verb", nargs="+", choices=VERBS, default=list(VERBS))
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=DEFAULTS)
@@ -181,15 +182,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made["calibration"] = calibration(TOKENS, {})
         made["errors"] = errors(made["calibration"])
     cases = itertools.product(
-        given.machine, given.sms, given.ep, given.recipe, given.tokens, given.kernels
+        given.machine,
+        given.sms,
+        given.ep,
+        given.recipe,
+        given.combine,
+        given.tokens,
+        given.kernels,
     )
-    for machine, num_sms, ep_size, recipe, tokens, kernels in cases:
+    for machine, num_sms, ep_size, recipe, combine, tokens, kernels in cases:
         if ONLY_ON.get(kernels, machine) != machine or tokens > MOST_TOKENS.get(kernels, tokens):
             continue
         if kernels.startswith("flashinfer") and ep_size > peer_launches.MOST_RANKS:
             continue
         began = time.monotonic()
-        work = Work(ep_size, tokens, recipe, given.combine)
+        work = Work(ep_size, tokens, recipe, combine)
         # Every rank has as many, which FlashInfer asks for: 288 experts on 72 ranks.
         work = work._replace(num_experts=-(-work.num_experts // ep_size) * ep_size)
         made["rows"] += rows_of(kernels, work, machine, given.verb, num_sms)

@@ -99,9 +99,7 @@ def prepare(
     group = place(config, ranks)
     device = with_index(device)
     recipe = plugins.find_recipe(config)
-    if isinstance(config.tuning, str) and config.tuning:
-        choices = tuning.choices_for(config.tuning, config, recipe.name, device)
-        config = dataclasses.replace(config, tuning=choices)
+    config = tuning.resolved(config, recipe.name, device)
     if share_with is not None:
         share_with.check_open()
         workspace = share_with.workspace

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import logging
@@ -125,9 +124,7 @@ class MoeAllToAll:
         kind = torch.device(device).type
         if kind not in UNITS:
             raise ConfigError(f"device={device} is of neither kind: {' or '.join(UNITS)}")
-        if isinstance(config.tuning, str) and config.tuning:
-            choices = tuning.choices_for(config.tuning, config, recipe.name, None)
-            config = dataclasses.replace(config, tuning=choices)
+        config = tuning.resolved(config, recipe.name, None)
         limits = with_small_tokens(config, recipe, 0 if kind == "cpu" else _H100_SMS)
         return sizes.memory_by_part(limits, recipe, UNITS[kind])
 

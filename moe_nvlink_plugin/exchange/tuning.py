@@ -8,6 +8,7 @@ would do here. Ranks compare what they have read when they create an exchange.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -123,6 +124,16 @@ def load(path: str) -> Tuning:
     except _WrongError as error:
         raise ConfigError(f"{told}: {error}; {_WRITE}") from None
     return Tuning(machine, layers)
+
+
+def resolved(config: AllToAllConfig, recipe: str, device: torch.device | None) -> AllToAllConfig:
+    """Return the configuration with the choices of its file, if it names one. Local.
+
+    Args and errors are those of `choices_for`.
+    """
+    if not (isinstance(config.tuning, str) and config.tuning):
+        return config
+    return dataclasses.replace(config, tuning=choices_for(config.tuning, config, recipe, device))
 
 
 def choices_for(

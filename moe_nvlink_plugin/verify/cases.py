@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll, rank_mask, reference
+from moe_nvlink_plugin.choices import TODAY
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.exchange.scales_layout import TILE_ROWS, TILE_SCALES
 from moe_nvlink_plugin.exchange.sizes import small_combine_tokens
@@ -55,6 +56,7 @@ class Case:
     ordered_slots: bool = False
     unit_data_bytes: int | None = None  # on GPUs; None: as the environment says
     max_sms: int | None = None
+    tma_sms: int = TODAY.tma_sms
     left_out: tuple[int, ...] = ()  # by the masks of the others; these make up a round of their own
 
     @property
@@ -98,7 +100,8 @@ class Case:
             ordered_slots=self.ordered_slots,
             unit_data_bytes=self.unit_data_bytes,
             max_sms=self.max_sms,
-            tuning="",  # a user's file is for another layer
+            # A user's file is for another layer. Of what it says, this alone chooses other kernels.
+            tuning=dataclasses.replace(TODAY, tma_sms=self.tma_sms),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 
 from moe_nvlink_plugin.config import SELF_CHECKS, AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError, SelfCheckError
-from moe_nvlink_plugin.exchange.sizes import gets_by_tma
-from moe_nvlink_plugin.groups import as_group, refuse_differences
+from moe_nvlink_plugin.exchange import tuning
+from moe_nvlink_plugin.groups import all_or_none, as_group, refuse_differences
+from moe_nvlink_plugin.launch.executors import with_index
+from moe_nvlink_plugin.plugins import find_recipe
 
 from .cases import RECIPES, with_formats
 from .checks import Check, Rounds
@@ -39,7 +42,7 @@ def self_check(
 
     Args:
         config: of the layer: ranks, experts, top_k, hidden_size, dtype, and the formats that
-            travel. Equal on every rank, `ep_rank` apart.
+            travel. Equal on every rank, apart from what may differ by rank.
         group: as `MoeAllToAll.create` takes it.
         device: where the tensors live.
         level: "quick": rounds of the kernels that the layer launches, with its formats. "full":
@@ -47,7 +50,8 @@ def self_check(
 
     Raises:
         SelfCheckError: on every rank: a rank failed, or found other bits than the reference.
-        ConfigError: `level` is none of these.
+        ConfigError: `level` is none of these; or the file of `tuning` is torn, or belongs to
+            another machine or layer.
         DisagreementError: on every rank: levels or formats differ.
         PeerError: a rank did not come.
     """
@@ -62,6 +66,8 @@ def self_check(
         raise ConfigError(f"level={level!r} is not one of {', '.join(SELF_CHECKS)}")
     if level == "off":
         return
+    if config.tuning:
+        config = all_or_none(ranks, "reading choices", functools.partial(_resolved, config, here))
     checks = _checks(config, here, is_full=level == "full")
     for check in checks:
         # A framework that loads a model has set another default device, or another default type,
@@ -97,6 +103,11 @@ def _checks(config: AllToAllConfig, device: torch.device, *, is_full: bool) -> l
     return _quick(geometry, config, device)
 
 
+def _resolved(config: AllToAllConfig, device: torch.device) -> AllToAllConfig:
+    """Return the configuration with the choices of its file."""
+    return tuning.resolved(config, find_recipe(config).name, with_index(device))
+
+
 def _timeout_s(config: AllToAllConfig) -> float:
     """Return how long a rank waits for another one in a round, in seconds."""
     assert config.timeout_s is not None  # AllToAllConfig has filled it in
@@ -121,7 +132,8 @@ def _quick(geometry: Geometry, config: AllToAllConfig, device: torch.device) -> 
             case = dataclasses.replace(
                 case,
                 unit_data_bytes=config.unit_data_bytes,
-                max_sms=config.max_sms if gets_by_tma(config) else None,
+                max_sms=config.max_sms,
+                tma_sms=config.choices.tma_sms,
             )
             rounds = Rounds(name=case.name, case=case, rounds=3, small_tokens=small_tokens)
             if case.hidden_size == geometry.hidden_size:

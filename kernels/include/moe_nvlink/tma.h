@@ -16,7 +16,7 @@ MOE_NVLINK_DEVICE_ONLY(HD uint32_t shared_address(const void* place) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(place));
 })
 
-// One thread, before fence_async_shared() and then the CTA's barrier.
+// One thread, before fence_copies_shared() and then the CTA's barrier.
 HD void init_copies([[maybe_unused]] CopyBarrier* barrier, [[maybe_unused]] uint32_t num_threads) {
   MOE_NVLINK_DEVICE_ONLY(
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(shared_address(barrier)),

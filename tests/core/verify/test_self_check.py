@@ -8,12 +8,16 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, self_check
+from moe_nvlink_plugin.choices import Choices
 from moe_nvlink_plugin.errors import ConfigError, DisagreementError, SelfCheckError
+from moe_nvlink_plugin.exchange.sizes import gets_by_tma
+from moe_nvlink_plugin.exchange.tuning import Layer, Machine, Tuning, save
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from moe_nvlink_plugin.verify import cases
 from moe_nvlink_plugin.verify.checks import Rounds, _Ran, run_together
@@ -141,6 +145,26 @@ def test_while_a_framework_builds_its_model(recipe: str | None, level: str) -> N
             self_check(config, group, level=level)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("tma_sms", [0, 32])
+@pytest.mark.parametrize("is_file", [False, True], ids=["choices", "file"])
+def test_its_exchanges_have_the_builds_of_the_layer(
+    is_file: bool, tma_sms: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_NVLINK_MAX_SMS", "16")
+    chosen: str | Choices = Choices(tma_sms=tma_sms)
+    if is_file:
+        layer = Layer.of(CONFIG, MoeAllToAll.check(CONFIG).name)
+        machine = Machine.here(torch.device("cpu"), CONFIG.ep_size)
+        save(str(tmp_path / "tuned.json"), Tuning(machine, {layer: Choices(tma_sms=tma_sms)}))
+        chosen = str(tmp_path / "tuned.json")
+    made = mock.Mock(wraps=MoeAllToAll.create)
+    monkeypatch.setattr(MoeAllToAll, "create", made)
+    run_ranks(2, functools.partial(body, tuning=chosen))
+    by_tma = [gets_by_tma(call.args[0]) for call in made.call_args_list]
+    assert len(by_tma) >= 2
+    assert set(by_tma) == {tma_sms == 32}
 
 
 def test_a_file_on_one_rank_alone_is_named(tmp_path: Path) -> None:
