@@ -128,9 +128,8 @@ Status run_ptx(const std::vector<Launch>& launches, const std::vector<Range>& ra
   for (const Range& one : ranges) {
     gpu.allocate(machine.get(), 0, one.address, one.size, one.name.c_str());
   }
-  uint32_t resident = launches.front().resident_ctas;
   for (const Launch& launch : launches) {
-    resident = std::min(resident, launch.resident_ctas);
+    gpu.limit_ctas(machine.get(), launch.resident_ctas);
     if (!reaches_pageable()) {  // where they lie
       const auto* one = launch.ptx->get<const PtxVariable>("variables");
       for (; one->name != nullptr; ++one) {
@@ -142,7 +141,6 @@ Status run_ptx(const std::vector<Launch>& launches, const std::vector<Range>& ra
     gpu.launch(machine.get(), 0, launch.ptx->kernel(launch.name), config.grid, config.block,
                launch.args.data(), launch.args.size(), config.shared_bytes, launch.pdl);
   }
-  gpu.limit_ctas(machine.get(), resident);
   const char* fault = gpu.run(machine.get());
   if (fault == nullptr) return 0;
   fprintf(stderr, "fake_cuda: device %d: %s: %s\n", launches.front().device, fault,

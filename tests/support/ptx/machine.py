@@ -90,7 +90,7 @@ class Machine:
         seed: decides the order in which threads run.
         races: report accesses that nothing orders; libraries must be loaded so too.
         clock: count virtual time; the same.
-        most_resident_ctas: of a rank at a time, in the grid's order; 0: any number.
+        most_resident_ctas: see limit_ctas.
     """
 
     def __init__(
@@ -122,7 +122,9 @@ class Machine:
             self.allocate(0, address, size, name)
 
     def limit_ctas(self, most: int) -> None:
-        """How many CTAs of a rank run at a time from now on, in the grid's order; 0: any number."""
+        """How many CTAs of each launch from now on a rank holds at a time, in the grid's order, if it
+        holds no other launch; 0: any number.
+        """
         self._runtime.ptx_limit_ctas(self._handle, most)
 
     def make_late(self, rank: int, cta: int) -> None:

@@ -134,9 +134,11 @@ void begin_cta(Launch& launch) {
     clocks::on_thread_start(thread);
     machine.wake(&thread);
   }
-  ++machine.ranks[launch.rank].resident_ctas;
+  machine.ranks[launch.rank].taken += launch.place();
   launch.ctas.push_back(std::move(cta));
 }
+
+constexpr double kRounding = 1e-6;  // of sums of places
 
 // Begins what may begin: launches in the stream's order, CTAs as the rank has room.
 void begin_all(Machine& machine, Rank& rank) {
@@ -147,9 +149,7 @@ void begin_all(Machine& machine, Rank& rank) {
       clocks::on_launch_start(*launch);
     }
     while (launch->next_cta < launch->num_ctas()) {
-      if (machine.most_resident_ctas != 0 && rank.resident_ctas >= machine.most_resident_ctas) {
-        return;
-      }
+      if (rank.taken + launch->place() > 1 + kRounding) return;
       begin_cta(*launch);
     }
   }
@@ -199,7 +199,7 @@ void end_thread(Thread& thread) {
   if (!cta.lets_dependents_start) --launch.ctas_without_dependents;
   ++launch.ended_ctas;
   Rank& rank = machine.ranks[launch.rank];
-  --rank.resident_ctas;
+  rank.taken -= launch.place();
   cta.registers = {};
   cta.local = {};
   cta.shared = {};
@@ -556,6 +556,7 @@ void ptx_destroy(ptx_machine* machine) {
   delete machine;
 }
 
+// How many CTAs a rank holds of each launch from now on, if it holds nothing else.
 void ptx_limit_ctas(ptx_machine* machine, uint32_t most) {
   machine->machine.most_resident_ctas = most;
 }
@@ -600,6 +601,7 @@ void ptx_launch(ptx_machine* machine, int rank, const ptx::Kernel* kernel, const
   const auto* bytes = static_cast<const unsigned char*>(params);
   launch->params.assign(bytes, bytes + param_bytes);
   launch->shared_bytes = kernel->shared_bytes + dynamic_shared_bytes;
+  launch->most_resident_ctas = machine->machine.most_resident_ctas;
   launch->pdl = pdl != 0;
   launch->ctas_without_dependents = launch->num_ctas();
   if (!owner.stream.empty()) launch->before = owner.stream.back().get();
@@ -619,7 +621,7 @@ static const char* guarded(ptx_machine* machine, void (*body)(ptx_machine*)) {
   machine->machine.late.clear();
   for (ptx::Rank& rank : machine->machine.ranks) {
     rank.stream.clear();
-    rank.resident_ctas = 0;
+    rank.taken = 0;
   }
   return machine->kind.c_str();
 }

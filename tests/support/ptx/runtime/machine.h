@@ -160,6 +160,7 @@ struct Launch {
   std::array<uint32_t, 3> block{};
   std::vector<unsigned char> params;
   uint32_t shared_bytes = 0;
+  uint32_t most_resident_ctas = 0;  // if the rank holds nothing else; 0: any number
   bool pdl = false;
   bool begun = false;
   Launch* before = nullptr;  // in the stream, unless that has ended
@@ -174,12 +175,14 @@ struct Launch {
 
   uint32_t num_ctas() const { return grid[0] * grid[1] * grid[2]; }
   uint32_t num_threads() const { return block[0] * block[1] * block[2]; }
+  // The part of the rank's GPU that a CTA takes.
+  double place() const { return most_resident_ctas == 0 ? 0 : 1.0 / most_resident_ctas; }
 };
 
 struct Rank {
   std::deque<std::unique_ptr<Launch>> stream;
   uint32_t num_launches = 0;
-  uint32_t resident_ctas = 0;
+  double taken = 0;  // part of its GPU, by CTAs
   RankRaces races;
   RankClock clock;
 };
@@ -193,7 +196,7 @@ struct Machine {
   // One machine a process, which has the memory in common with others: threads that poll give the
   // processor away, and the timer is the host's.
   bool in_processes;
-  uint32_t most_resident_ctas = 0;  // a rank's; 0: any number
+  uint32_t most_resident_ctas = 0;  // of launches that come
   int late_rank = -1;               // its CTAs of this number run when nobody else goes on
   uint32_t late_cta = 0;
   std::map<uint64_t, std::unique_ptr<Allocation>> allocations;
