@@ -122,8 +122,8 @@ class Machine:
             self.allocate(0, address, size, name)
 
     def limit_ctas(self, most: int) -> None:
-        """How many CTAs of each launch from now on a rank holds at a time, in the grid's order, if it
-        holds no other launch; 0: any number.
+        """How many CTAs of a launch from now on a rank holds, in the grid's order, if of no other
+        launch; 0: any number.
         """
         self._runtime.ptx_limit_ctas(self._handle, most)
 
