@@ -130,6 +130,10 @@ def _is_shown(row: tables.Row) -> bool:
     return bool(row["ep_size"] == 8 and (row["machine"], row["recipe"]) in CLOCKED)
 
 
+def _is_every_second(row: tables.Row) -> bool:
+    return row["tokens"] in (1, 8, 32, 64, 128, 512)
+
+
 SCHEDULER = "*-cpu-scheduler.json"
 TABLES: dict[str, Table | Pair] = {
     "serve": Table("*-cpu-serve.json", tables.serve),
@@ -145,6 +149,9 @@ TABLES: dict[str, Table | Pair] = {
     "recipes-all": Table("*-cpu-recipes.json", tables.recipes),
     "recipes-gpu": Table("*-GPU-recipes.json", tables.recipes_gpu),
     "ptx-clock": Table("*-ptx-clock.json", partial(tables.ptx_clock, shows=_is_shown)),
+    "ptx-clock-formats": Table(
+        "*-ptx-clock-formats.json", partial(tables.ptx_clock, shows=_is_every_second)
+    ),
     "ptx-clock-sms": Table("*-ptx-clock-sms.json", tables.ptx_clock),
     "ptx-clock-wide": Table("*-ptx-clock-wide.json", tables.ptx_clock),
     "sync": Table("*-sync.json", tables.sync),
