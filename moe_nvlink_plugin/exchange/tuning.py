@@ -24,6 +24,7 @@ from moe_nvlink_plugin import driver
 from moe_nvlink_plugin.choices import Choices, table
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError
+from moe_nvlink_plugin.launch.executors import with_index
 from moe_nvlink_plugin.version import own_version
 
 _FORMAT = "moe-nvlink tuning 1"
@@ -133,7 +134,8 @@ def resolved(config: AllToAllConfig, recipe: str, device: torch.device | None) -
     """
     if not (isinstance(config.tuning, str) and config.tuning):
         return config
-    return dataclasses.replace(config, tuning=choices_for(config.tuning, config, recipe, device))
+    where = None if device is None else with_index(device)
+    return dataclasses.replace(config, tuning=choices_for(config.tuning, config, recipe, where))
 
 
 def choices_for(

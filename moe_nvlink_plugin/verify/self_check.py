@@ -14,7 +14,6 @@ from moe_nvlink_plugin.config import SELF_CHECKS, AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError, SelfCheckError
 from moe_nvlink_plugin.exchange import tuning
 from moe_nvlink_plugin.groups import all_or_none, as_group, refuse_differences
-from moe_nvlink_plugin.launch.executors import with_index
 from moe_nvlink_plugin.plugins import find_recipe
 
 from .cases import RECIPES, with_formats
@@ -105,7 +104,7 @@ def _checks(config: AllToAllConfig, device: torch.device, *, is_full: bool) -> l
 
 def _resolved(config: AllToAllConfig, device: torch.device) -> AllToAllConfig:
     """Return the configuration with the choices of its file."""
-    return tuning.resolved(config, find_recipe(config).name, with_index(device))
+    return tuning.resolved(config, find_recipe(config).name, device)
 
 
 def _timeout_s(config: AllToAllConfig) -> float:
