@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -438,11 +438,12 @@ def test_any_two_bounds_of_a_small_capacity(row_bounds: tuple[int, int]) -> None
 def test_a_rank_that_goes_on_after_its_own_failure() -> None:
     """It is told of by the others' time-outs, not answered with rows of another round."""
     one = problem(config(2), [2, 2])
+    has_failed = threading.Event()
 
     def rank_main(group: ThreadGroup) -> list[str]:
         with HeadGroup.create(config(2, group.rank, timeout_s=0.4), group) as head:
             if group.rank == 1:
-                time.sleep(0.8)
+                assert has_failed.wait(60)
             outcomes = []
             for _ in range(2):
                 try:
@@ -450,6 +451,7 @@ def test_a_rank_that_goes_on_after_its_own_failure() -> None:
                     outcomes.append("")
                 except MoeNvlinkError as error:
                     outcomes.append(type(error).__name__)
+                has_failed.set()
             group.all_gather_object(None)
             return outcomes
 
