@@ -29,7 +29,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "the same limit while the ranks start: until the second complete round",
     ),
     "MOE_NVLINK_PDL": ("1", "0: launch kernels on GPUs without programmatic dependent launch"),
-    "MOE_NVLINK_MAX_SMS": ("unset", "SMs that each of our kernels may fill; unset: all SMs"),
+    "MOE_NVLINK_MAX_SMS": (
+        "unset",
+        "SMs that each of our kernels may fill; unset: all SMs. Up to 32, combine gets rows by TMA",
+    ),
     "MOE_NVLINK_SMALL_TOKENS": (
         "up to 32 on GPUs, 0 on CPU ranks",
         "most tokens of a rank that travel by the kernels for small batches; 0: none. Unset: "
