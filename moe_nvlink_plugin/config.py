@@ -151,6 +151,10 @@ class AllToAllConfig:
             any other combine; its kernels have `tma=yes` for `moe-nvlink precompile`. So verbs that
             run beside the experts leave them the other SMs. May differ by rank. Several channels,
             or several ranks on one GPU, lower the limit to their share.
+        leave_sms: whether combine_async leaves SMs to the kernels beside it. On a GPU it then fills
+            at most 32 (Choices.tma_sms; 0: as many as combine) and gets rows by TMA, as with such a
+            max_sms; a small batch, or one with a format, runs as in combine. Modelled: 32 SMs still
+            fill the links of an H200 or a GB200.
         small_tokens: most tokens of a rank for which dispatch uses the kernel for small batches,
             0..64; 0: none. It counts against the bound of a call, so all ranks of a round use the
             same kernels. Their rows carry their own flags and take staging memory. `create` lowers
@@ -238,6 +242,7 @@ class AllToAllConfig:
     num_channels: int = 1
     num_threads: int | None = None
     max_sms: int | None = None
+    leave_sms: bool = False
     small_tokens: int | None = None
     small_combine_tokens: int | None = None
     unit_data_bytes: int | None = None
@@ -328,7 +333,7 @@ class AllToAllConfig:
             )
         self._check_combine_scale()
         self._check_received_ids()
-        for name in ("ranks_may_leave", "ordered_slots"):
+        for name in ("ranks_may_leave", "ordered_slots", "leave_sms"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name}={value!r} must be True or False")
         if self.scales_layout not in tuple(SCALES_LAYOUTS):

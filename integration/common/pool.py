@@ -107,6 +107,7 @@ class ExchangePool:
             combine=self.options.combine,
             tuning=self.options.tuning,
             ordered_slots=self.options.ordered_slots,
+            leave_sms=self.options.overlap_shared_experts,
             ranks_may_leave=False,
             timeout_s=env.timeout_s(FAULT_TIMEOUT_S) if self._tolerates_faults else None,
             first_timeout_s=env.first_timeout_s() if self._tolerates_faults else None,

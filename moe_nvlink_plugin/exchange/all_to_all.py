@@ -305,7 +305,7 @@ class MoeAllToAll:
         current stream; on CPU ranks it runs on a thread. `wait` of the result ends the verb: not
         before that may combine follow. Other ranks may call `dispatch` for the same round. While
         the kernel waits for a late rank, some of its CTAs keep their place: with max_sms, or
-        MOE_NVLINK_MAX_SMS, it takes fewer.
+        MOE_NVLINK_MAX_SMS, it takes fewer, and combine_async with leave_sms too.
 
         torch.compile cannot trace it.
 

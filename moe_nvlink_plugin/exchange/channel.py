@@ -243,7 +243,8 @@ class Channel:
         startup = self._workspace.startup
         args.timeout_ns = startup.timeout_ns(self._timeouts)
         if beside:
-            self._launch_beside("combine", self._launches.combine, args, (call, output))
+            launch = functools.partial(self._launches.combine, beside=True)
+            self._launch_beside("combine", launch, args, (call, output))
         else:
             self._launches.combine(args)
         startup.complete_round()

@@ -8,14 +8,20 @@ from typing import Any
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.launch import shape
 from moe_nvlink_plugin.launch.arguments import element_code
-from moe_nvlink_plugin.launch.base import Budget, Executor
+from moe_nvlink_plugin.launch.base import Budget, Executor, Launch, Launcher
 from moe_nvlink_plugin.launch.kernel import ELEMENT, Variant
 from moe_nvlink_plugin.launch.shape import VECTOR_BYTES
 
 from .arguments import all_ids_travel, combine_code
 from .kernels import COMBINE, DISPATCH, LAYER, QUANTISER, SMALL_COMBINE, SMALL_DISPATCH, TMA
 from .shapes import CombineSizes, DispatchSizes, quantising_lanes
-from .sizes import combine_dtypes, gets_by_tma, row_data_bytes, small_combine_tokens
+from .sizes import (
+    combine_dtypes,
+    gets_by_tma,
+    row_data_bytes,
+    small_combine_tokens,
+    sms_beside,
+)
 from .small_batches import small_combine_sizes, small_dispatch_sizes
 
 
@@ -35,7 +41,7 @@ def variant(config: AllToAllConfig, quantiser: int) -> Variant:
         expert_counts=1 if config.num_expert_counts else 0,
         ordered_slots=int(config.ordered_slots),
         units=row_data_bytes(config),
-        tma=int(gets_by_tma(config)),
+        tma=int(gets_by_tma(config) or sms_beside(config) > 0),
     )
 
 
@@ -68,7 +74,8 @@ class LayerLaunches:
         budget = Budget(
             threads, config.max_sms, ranks, config.num_channels, ranks_on_device, choices.pdl
         )
-        launcher = executor.launcher(variant(config, quantiser), budget)
+        launched = variant(config, quantiser)
+        launcher = executor.launcher(launched, budget)
         slots = ranks * config.max_tokens_per_rank
         # Ids, and weights beside them if dispatch writes their zeros too.
         tail_bytes = slots * row_bytes["recv_topk_ids"] * (1 if all_ids_travel(config) else 2)
@@ -86,27 +93,30 @@ class LayerLaunches:
             )
             for code, widest in loaded_bytes.items()
         }
-        slots_to_quantise = slots if combine_code(config) else 0
         self._element_bytes = {
             element_code(dtype): dtype.itemsize for dtype in combine_dtypes(config)
         }
-        by_tma = (0, 1) if gets_by_tma(config) else (0,)
-        self._gets_by_tma = len(by_tma) > 1
-        self._combines = {
-            (code, tma): launcher.load(
-                COMBINE,
-                CombineSizes(
-                    config.hidden_size,
-                    element_bytes,
-                    slots_to_quantise,
-                    choices,
-                    staged_rows=tma * config.top_k,
-                ),
-                **{ELEMENT.name: code, TMA.name: tma},
-            )
-            for code, element_bytes in self._element_bytes.items()
-            for tma in by_tma
-        }
+        slots_to_quantise = slots if combine_code(config) else 0
+
+        def combines(launcher: Launcher, *, tma: bool) -> dict[int, Launch]:
+            staged = config.top_k if tma else 0
+            return {
+                code: launcher.load(
+                    COMBINE,
+                    CombineSizes(config.hidden_size, size, slots_to_quantise, choices, staged),
+                    **{ELEMENT.name: code, TMA.name: int(tma)},
+                )
+                for code, size in self._element_bytes.items()
+            }
+
+        self._combines = combines(launcher, tma=False)
+        # The same kernels, if rows do not come by TMA.
+        self._whole_vectors = self._whole_vectors_beside = self._combines
+        if gets_by_tma(config):
+            self._whole_vectors = self._whole_vectors_beside = combines(launcher, tma=True)
+        elif executor.asynchronous and (sms := sms_beside(config)):
+            few = executor.launcher(launched, budget._replace(max_sms=sms))
+            self._whole_vectors_beside = combines(few, tma=True)
         self._most_small = self._most_small_to_combine = 0
         if config.small_tokens:
             self._most_small = config.small_tokens
@@ -146,11 +156,15 @@ class LayerLaunches:
         else:
             self._dispatches[args.quantiser](args)
 
-    def combine(self, args: Any) -> None:
+    def combine(self, args: Any, *, beside: bool = False) -> None:
         """Launch combine with CombineArgs; set how CTAs share it. Collective; capturable.
 
-        All ranks of a round have the same bound and the same rows, so all of them launch the same
-        kernel. The launch shape is that for rows of the configuration's width.
+        All ranks of a round have the same bound and the same rows, so all of them launch the kernel
+        for small batches or none. The launch shape is that for rows of the configuration's width.
+
+        Args:
+            args: the struct.
+            beside: whether it runs beside the caller.
         """
         geometry = args.geometry
         element = geometry.element
@@ -160,5 +174,6 @@ class LayerLaunches:
         if is_small and row_bytes % 4 == 0:
             self._small_combines[element](args)
         else:
-            tma = self._gets_by_tma and row_bytes % VECTOR_BYTES == 0
-            self._combines[element, int(tma)](args)
+            whole = self._whole_vectors_beside if beside else self._whole_vectors
+            launches = self._combines if row_bytes % VECTOR_BYTES else whole
+            launches[element](args)

@@ -184,6 +184,16 @@ def gets_by_tma(config: AllToAllConfig) -> bool:
     return few and config.combine == "bf16"
 
 
+def sms_beside(config: AllToAllConfig) -> int:
+    """Return how many SMs a GPU rank's combine_async may fill, getting rows by TMA. Local.
+
+    0: it launches the same kernels as combine.
+    """
+    if not config.leave_sms or gets_by_tma(config) or config.combine != "bf16":
+        return 0
+    return config.choices.tma_sms
+
+
 def staging_rows(config: AllToAllConfig, packed_bytes: int) -> dict[str, int]:
     """Return region name -> bytes of one row's units, for a packed row of so many bytes. Local."""
     rows = {"dispatch_staging": staged_bytes(packed_bytes, row_data_bytes(config))}

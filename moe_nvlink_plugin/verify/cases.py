@@ -56,6 +56,7 @@ class Case:
     ordered_slots: bool = False
     unit_data_bytes: int | None = None  # on GPUs; None: as the environment says
     max_sms: int | None = None
+    leave_sms: bool = False
     tma_sms: int = TODAY.tma_sms
     left_out: tuple[int, ...] = ()  # by the masks of the others; these make up a round of their own
 
@@ -100,6 +101,7 @@ class Case:
             ordered_slots=self.ordered_slots,
             unit_data_bytes=self.unit_data_bytes,
             max_sms=self.max_sms,
+            leave_sms=self.leave_sms,
             # A user's file is for another layer. Of what it says, this alone chooses other kernels.
             tuning=dataclasses.replace(TODAY, tma_sms=self.tma_sms),
         )

@@ -221,7 +221,8 @@ def _ways(large: Case, small: Case) -> Iterator[Rounds]:
             case=dataclasses.replace(case, num_channels=3),
             rounds=9,
         )
-        yield Rounds(name=f"{case.name}, beside the caller", case=case, rounds=6, beside=True)
+        beside = dataclasses.replace(case, leave_sms=True)
+        yield Rounds(name=f"{case.name}, beside the caller", case=beside, rounds=6, beside=True)
         if case.num_threads == 1:  # on a CPU
             threads = dataclasses.replace(case, num_threads=3)
             yield Rounds(name=f"{case.name}, 3 threads a rank", case=threads, rounds=6)

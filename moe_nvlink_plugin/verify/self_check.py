@@ -57,7 +57,7 @@ def self_check(
     start, here = time.monotonic(), torch.device(device)
     ranks = as_group(group, config.first_timeout_s or _timeout_s(config))
     # Ranks with different checks would wait for one another, "off" on one of them included.
-    names = ("recipe", "combine", "small_tokens")
+    names = ("recipe", "combine", "small_tokens", "leave_sms")
     given = {"level": level} | {name: str(getattr(config, name)) for name in names}
     given["tuning"] = "given" if config.tuning else "none"
     refuse_differences(ranks.all_gather_object(given))
@@ -132,9 +132,14 @@ def _quick(geometry: Geometry, config: AllToAllConfig, device: torch.device) -> 
                 case,
                 unit_data_bytes=config.unit_data_bytes,
                 max_sms=config.max_sms,
+                leave_sms=config.leave_sms,
                 tma_sms=config.choices.tma_sms,
             )
             rounds = Rounds(name=case.name, case=case, rounds=3, small_tokens=small_tokens)
-            if case.hidden_size == geometry.hidden_size:
-                checks.append(rounds)
+            if case.hidden_size != geometry.hidden_size:
+                continue
+            checks.append(rounds)
+            if config.leave_sms and not small_tokens:
+                name = f"{case.name}, beside the caller"
+                checks.append(dataclasses.replace(rounds, name=name, beside=True))
     return checks

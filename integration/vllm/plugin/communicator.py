@@ -144,4 +144,5 @@ def _checked(ranks: Ranks, options: Options, vllm_config: Any) -> AllToAllConfig
         recipe=None if options.dispatch in (AUTO, UNQUANTISED) else options.dispatch,
         combine=options.combine,
         tuning=options.tuning,
+        leave_sms=options.overlap_shared_experts,
     )

@@ -35,6 +35,7 @@ from moe_nvlink_plugin.errors import (
     MoeNvlinkError,
     UnsupportedError,
 )
+from moe_nvlink_plugin.exchange.in_flight import InFlight
 from moe_nvlink_plugin.exchange.kernels import COMBINE, DISPATCH, LAYER
 from moe_nvlink_plugin.groups import Group, as_group
 from moe_nvlink_plugin.jit import host, nvrtc
@@ -222,11 +223,12 @@ def test_launches_choose_as_the_layer_says(driven: Driven) -> None:
 WIDTHS = {7168: True, 64: True, 14336: True, 4: False, 7164: False}
 
 
-def rows_by_tma(max_sms: int) -> list[tuple[int, int, bool, bool]]:
+def rows_by_tma(limit: dict[str, Any]) -> list[tuple[int, int, bool, bool]]:
     """Width, memory that the launch asks for, and whether the rows are those by loads."""
     seen = []
-    settings: dict[str, Any] = {"small_tokens": 0, "max_sms": max_sms, "ordered_slots": True}
+    settings: dict[str, Any] = {"small_tokens": 0, "ordered_slots": True, **limit}
     settings["combine_dtypes"] = (torch.float32,)
+    beside = "leave_sms" in limit
     with (
         alone(**settings) as layer,
         alone(**settings, tuning=Choices(tma_sms=0)) as other,
@@ -238,7 +240,12 @@ def rows_by_tma(max_sms: int) -> list[tuple[int, int, bool, bool]]:
                 rows = one.combine_input(hidden_size=width)
                 rows.copy_(torch.arange(rows.numel()).sin().view_as(rows))
                 output = torch.full((7, width), torch.nan, dtype=rows.dtype)
-                one.combine(rows, received.metadata, output=output, hidden_size=width)
+                told: dict[str, Any] = {"metadata": received.metadata, "output": output}
+                told["hidden_size"] = width
+                if beside:
+                    one.combine_async(expert_output=rows, **told).wait()
+                else:
+                    one.combine(rows, **told)
                 outputs.append(output)
                 shared = fake_cuda.control().last_launch().shared_bytes
                 if one is layer:
@@ -249,8 +256,8 @@ def rows_by_tma(max_sms: int) -> list[tuple[int, int, bool, bool]]:
 
 
 @pytest.mark.parametrize("on", ["host", ptx.LONG])
-@pytest.mark.parametrize("max_sms", [1, 32])
-def test_rows_by_tma_of_any_width(max_sms: int, on: str, driven: Driven) -> None:
+@pytest.mark.parametrize("limit", [{"max_sms": 1}, {"max_sms": 32}, {"leave_sms": True}], ids=str)
+def test_rows_by_tma_of_any_width(limit: dict[str, Any], on: str, driven: Driven) -> None:
     """The grid and the memory are for the layer's width; the kernel gets the call's."""
     units = ptx.of(
         *(
@@ -259,9 +266,51 @@ def test_rows_by_tma_of_any_width(max_sms: int, on: str, driven: Driven) -> None
             for tma in ("no", "yes")
         )
     )
-    seen = driven(rows_by_tma, max_sms, sms=132, units=units if on == "ptx" else [])
+    seen = driven(rows_by_tma, limit, sms=132, units=units if on == "ptx" else [])
     assert [(width, shared > 0) for width, shared, *_rest in seen] == [*WIDTHS.items()]
     assert all(others and same for *_rest, others, same in seen)
+
+
+def launches_that_leave_sms(
+    settings: dict[str, Any],
+) -> dict[tuple[int, str], tuple[str, int, bool]]:
+    """By tokens and verb: the kernel, its CTAs, and whether it asks for shared memory."""
+    seen = {}
+    limits = {"small_tokens": 8, "small_combine_tokens": 8, "max_tokens_per_rank": 400}
+    with alone(leave_sms=True, **limits, **settings) as layer:
+        for tokens in (400, 8):
+            for verb in (MoeAllToAll.combine, MoeAllToAll.combine_async):
+                received = layer.dispatch(*inputs(layer, tokens), max_tokens=tokens)
+                rows = layer.combine_input(metadata=received.metadata)
+                ended = verb(layer, expert_output=rows, metadata=received.metadata)
+                if isinstance(ended, InFlight):
+                    ended.wait()
+                name, grid, *_rest, shared, _ = described(fake_cuda.control().last_launch())
+                seen[tokens, verb.__name__] = (name, grid[0], shared > 0)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("settings", "ctas", "by_tma"),
+    [
+        ({}, 32, True),
+        ({"max_sms": 64}, 32, True),
+        ({"max_sms": 16}, 16, True),
+        ({"num_channels": 16}, 132 // 16, True),
+        ({"tuning": Choices(tma_sms=0)}, None, False),
+        ({"combine": "fp8_block"}, None, False),
+    ],
+    ids=str,
+)
+def test_combine_async_leaves_sms(
+    settings: dict[str, Any], ctas: int | None, by_tma: bool, driven: Driven
+) -> None:
+    seen = driven(launches_that_leave_sms, settings, sms=132)
+    few, beside = seen[400, "combine"], seen[400, "combine_async"]
+    assert beside == (("moe_nvlink_combine", ctas, True) if by_tma else few)
+    assert few == beside or few[1] > 32 or "num_channels" in settings
+    if "combine" not in settings:
+        assert {seen[8, verb][0] for _, verb in seen} == {"moe_nvlink_small_combine"}
 
 
 def launches_of_many_tokens() -> tuple[Any, ...]:

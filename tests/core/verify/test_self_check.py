@@ -167,6 +167,18 @@ def test_its_exchanges_have_the_builds_of_the_layer(
     assert set(by_tma) == {tma_sms == 32}
 
 
+def test_it_has_the_verbs_of_a_layer_that_leaves_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = mock.Mock(wraps=MoeAllToAll.combine_async)
+    monkeypatch.setattr(MoeAllToAll, "combine_async", lambda *args, **kw: begun(*args, **kw))
+    made = mock.Mock(wraps=MoeAllToAll.create)
+    monkeypatch.setattr(MoeAllToAll, "create", made)
+    for leaves in (False, True):
+        made.reset_mock()
+        run_ranks(2, functools.partial(body, leave_sms=leaves))
+        assert {call.args[0].leave_sms for call in made.call_args_list} == {leaves}
+        assert begun.called == leaves
+
+
 def test_a_file_on_one_rank_alone_is_named(tmp_path: Path) -> None:
     def one(group: ThreadGroup) -> None:
         path = str(tmp_path / "tuned.json") if group.rank else ""

@@ -309,7 +309,9 @@ def test_the_option_reaches_the_layers(
 
     def rank_main(group: ThreadGroup) -> bool:
         layer = CpuLayer(group)
-        return bool(layer.routed.quant_method.mk_can_overlap_shared_experts)
+        method = layer.routed.quant_method
+        assert method.moe_kernel.prepare_finalize._exchange.config.leave_sms
+        return bool(method.mk_can_overlap_shared_experts)
 
     assert run_ranks(2, rank_main) == [True, True]
     assert "adds nothing, because the shared experts run beside it" in caplog.text
