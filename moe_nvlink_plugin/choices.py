@@ -151,8 +151,9 @@ class Choices:
         32,
         (0, 32),
         GPU,
-        "max_sms up to which combine gets rows without a format by TMA: what an SM has in flight "
-        "is then bound by its shared memory (modelled). Each way has its builds of the kernels",
+        "max_sms up to which combine gets rows without a format by TMA, and SMs that verbs beside "
+        "their caller fill with leave_sms: what an SM has in flight is then bound by its shared "
+        "memory (modelled). Each way has its builds of the kernels",
     )
     many_tokens_per_cta: int = _choice(
         4,

@@ -111,7 +111,7 @@ def local_expert_range(num_experts: int, ep_size: int, ep_rank: int) -> tuple[in
 class AllToAllConfig:
     """Geometry and options of one layer's dispatch and combine.
 
-    All ranks must have equal values, except `ep_rank`, `num_threads` and `max_sms`.
+    All ranks must have equal values, except `ep_rank`, `num_threads`, `max_sms` and `leave_sms`.
     `MoeAllToAll.create` checks this.
 
     Attributes:
@@ -151,10 +151,13 @@ class AllToAllConfig:
             any other combine; its kernels have `tma=yes` for `moe-nvlink precompile`. So verbs that
             run beside the experts leave them the other SMs. May differ by rank. Several channels,
             or several ranks on one GPU, lower the limit to their share.
-        leave_sms: whether combine_async leaves SMs to the kernels beside it. On a GPU it then fills
-            at most 32 (Choices.tma_sms; 0: as many as combine) and gets rows by TMA, as with such a
-            max_sms; a small batch, or one with a format, runs as in combine. Modelled: 32 SMs still
-            fill the links of an H200 or a GB200.
+        leave_sms: whether verbs that run beside their caller leave SMs to it. On a GPU
+            dispatch_async and combine_async then fill at most 32 (Choices.tma_sms; 0: as many as
+            other verbs), and combine_async gets rows by TMA, as with such a max_sms. Small batches,
+            a combine with a format, and rows that are no whole vectors of 16 bytes launch as other
+            verbs do. By the table in benchmarks/README.md ("Fewer SMs", modelled) 32 SMs fill the
+            links. The layer's kernels have `tma=yes` for `moe-nvlink precompile`. May differ by
+            rank.
         small_tokens: most tokens of a rank for which dispatch uses the kernel for small batches,
             0..64; 0: none. It counts against the bound of a call, so all ranks of a round use the
             same kernels. Their rows carry their own flags and take staging memory. `create` lowers

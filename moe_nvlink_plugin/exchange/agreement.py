@@ -20,7 +20,7 @@ from . import tuning
 from .layer import LayerExchange
 
 #: Config fields that may differ from rank to rank.
-OWN_FIELDS = ("ep_rank", "num_threads", "max_sms", "tuning")
+OWN_FIELDS = ("ep_rank", "num_threads", "max_sms", "leave_sms", "tuning")
 
 
 def place(config: AllToAllConfig, ranks: Group) -> Group:

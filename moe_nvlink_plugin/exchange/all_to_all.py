@@ -140,7 +140,7 @@ class MoeAllToAll:
         """Create the exchange of one layer. Collective; not capturable.
 
         Args:
-            config: equal on every rank, `ep_rank`, `num_threads` and `max_sms` apart; files of
+            config: equal on every rank, `ep_rank` and what may differ by rank apart; files of
                 `tuning` must say the same.
             group: a torch ProcessGroup (with a CPU backend), or an object with rank, size and
                 all_gather_object.
@@ -305,7 +305,7 @@ class MoeAllToAll:
         current stream; on CPU ranks it runs on a thread. `wait` of the result ends the verb: not
         before that may combine follow. Other ranks may call `dispatch` for the same round. While
         the kernel waits for a late rank, some of its CTAs keep their place: with max_sms, or
-        MOE_NVLINK_MAX_SMS, it takes fewer, and combine_async with leave_sms too.
+        MOE_NVLINK_MAX_SMS, or with leave_sms, it takes fewer.
 
         torch.compile cannot trace it.
 

@@ -176,7 +176,8 @@ class Channel:
                 entry.source = tensor.data_ptr()
         args.timeout_ns = self._workspace.startup.begin_round(self.index, self._timeouts)
         if beside:
-            self._launch_beside("dispatch", self._launches.dispatch, args, (call, slots))
+            launch = functools.partial(self._launches.dispatch, beside=True)
+            self._launch_beside("dispatch", launch, args, (call, slots))
         else:
             self._launches.dispatch(args)
         return slots

@@ -18,6 +18,7 @@ from .shapes import CombineSizes, DispatchSizes, quantising_lanes
 from .sizes import (
     combine_dtypes,
     gets_by_tma,
+    loads_tma,
     row_data_bytes,
     small_combine_tokens,
     sms_beside,
@@ -41,7 +42,7 @@ def variant(config: AllToAllConfig, quantiser: int) -> Variant:
         expert_counts=1 if config.num_expert_counts else 0,
         ordered_slots=int(config.ordered_slots),
         units=row_data_bytes(config),
-        tma=int(gets_by_tma(config) or sms_beside(config) > 0),
+        tma=int(loads_tma(config)),
     )
 
 
@@ -85,14 +86,22 @@ class LayerLaunches:
         if quantiser:
             lanes = quantising_lanes(config.hidden_size)
             loaded_bytes[quantiser] = lanes * shape.VECTOR_BYTES
-        self._dispatches = {
-            code: launcher.load(
-                DISPATCH,
-                DispatchSizes(widest, tail_bytes, choices),
-                **{QUANTISER.name: code},
-            )
-            for code, widest in loaded_bytes.items()
-        }
+        few = launcher
+        if executor.asynchronous and (sms := sms_beside(config)):
+            few = executor.launcher(launched, budget._replace(max_sms=sms))
+
+        def dispatches(launcher: Launcher) -> dict[int, Launch]:
+            return {
+                code: launcher.load(
+                    DISPATCH,
+                    DispatchSizes(widest, tail_bytes, choices),
+                    **{QUANTISER.name: code},
+                )
+                for code, widest in loaded_bytes.items()
+            }
+
+        self._dispatches = dispatches(launcher)
+        self._dispatches_beside = self._dispatches if few is launcher else dispatches(few)
         self._element_bytes = {
             element_code(dtype): dtype.itemsize for dtype in combine_dtypes(config)
         }
@@ -114,8 +123,7 @@ class LayerLaunches:
         self._whole_vectors = self._whole_vectors_beside = self._combines
         if gets_by_tma(config):
             self._whole_vectors = self._whole_vectors_beside = combines(launcher, tma=True)
-        elif executor.asynchronous and (sms := sms_beside(config)):
-            few = executor.launcher(launched, budget._replace(max_sms=sms))
+        elif few is not launcher and loads_tma(config):
             self._whole_vectors_beside = combines(few, tma=True)
         self._most_small = self._most_small_to_combine = 0
         if config.small_tokens:
@@ -139,11 +147,15 @@ class LayerLaunches:
                 for code, element_bytes in self._element_bytes.items()
             }
 
-    def dispatch(self, args: Any) -> None:
+    def dispatch(self, args: Any, *, beside: bool = False) -> None:
         """Launch dispatch with DispatchArgs, which the launch copies. Collective; capturable.
 
         All ranks of a round have the same bound and rows of the same bytes, so all of them launch
         the same kernel.
+
+        Args:
+            args: the struct.
+            beside: whether it runs beside the caller.
         """
         # Without small batches nothing is asked: ctypes makes an object of a geometry. Rows that
         # are no whole words have no packed row.
@@ -154,7 +166,8 @@ class LayerLaunches:
         ):
             self._small_dispatches[args.quantiser](args)
         else:
-            self._dispatches[args.quantiser](args)
+            launches = self._dispatches_beside if beside else self._dispatches
+            launches[args.quantiser](args)
 
     def combine(self, args: Any, *, beside: bool = False) -> None:
         """Launch combine with CombineArgs; set how CTAs share it. Collective; capturable.

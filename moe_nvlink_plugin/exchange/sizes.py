@@ -185,13 +185,17 @@ def gets_by_tma(config: AllToAllConfig) -> bool:
 
 
 def sms_beside(config: AllToAllConfig) -> int:
-    """Return how many SMs a GPU rank's combine_async may fill, getting rows by TMA. Local.
+    """Return how many SMs a GPU rank's verbs fill that run beside their caller. Local.
 
-    0: it launches the same kernels as combine.
+    0: as many as the others. Combine keeps to it where rows come by TMA.
     """
-    if not config.leave_sms or gets_by_tma(config) or config.combine != "bf16":
-        return 0
-    return config.choices.tma_sms
+    few = config.choices.tma_sms
+    return few if config.leave_sms and few < (config.max_sms or few + 1) else 0
+
+
+def loads_tma(config: AllToAllConfig) -> bool:
+    """Return whether a GPU rank's combine or combine_async gets rows by TMA. Local."""
+    return gets_by_tma(config) or (sms_beside(config) > 0 and config.combine == "bf16")
 
 
 def staging_rows(config: AllToAllConfig, packed_bytes: int) -> dict[str, int]:

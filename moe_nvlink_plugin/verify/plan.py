@@ -112,6 +112,8 @@ def _on_gpus(large: Case, small: Case) -> Iterator[Rounds]:
     by_tma = dataclasses.replace(large, max_sms=_FEW_SMS)
     if gets_by_tma(by_tma.config(0)):
         yield Rounds(name=f"{large.name}, combine by TMA", case=by_tma, rounds=12)
+    leaving = dataclasses.replace(large, leave_sms=True)
+    yield Rounds(name=f"{large.name}, leaving SMs", case=leaving, rounds=6, beside=True)
     for data_bytes in env.UNIT_DATA_BYTES:
         if data_bytes != small.config(0).unit_data_bytes:
             other = dataclasses.replace(small, unit_data_bytes=data_bytes)
@@ -221,8 +223,7 @@ def _ways(large: Case, small: Case) -> Iterator[Rounds]:
             case=dataclasses.replace(case, num_channels=3),
             rounds=9,
         )
-        beside = dataclasses.replace(case, leave_sms=True)
-        yield Rounds(name=f"{case.name}, beside the caller", case=beside, rounds=6, beside=True)
+        yield Rounds(name=f"{case.name}, beside the caller", case=case, rounds=6, beside=True)
         if case.num_threads == 1:  # on a CPU
             threads = dataclasses.replace(case, num_threads=3)
             yield Rounds(name=f"{case.name}, 3 threads a rank", case=threads, rounds=6)

@@ -57,7 +57,7 @@ def self_check(
     start, here = time.monotonic(), torch.device(device)
     ranks = as_group(group, config.first_timeout_s or _timeout_s(config))
     # Ranks with different checks would wait for one another, "off" on one of them included.
-    names = ("recipe", "combine", "small_tokens", "leave_sms")
+    names = ("recipe", "combine", "small_tokens")
     given = {"level": level} | {name: str(getattr(config, name)) for name in names}
     given["tuning"] = "given" if config.tuning else "none"
     refuse_differences(ranks.all_gather_object(given))
@@ -67,6 +67,8 @@ def self_check(
         return
     if config.tuning:
         config = all_or_none(ranks, "reading choices", functools.partial(_resolved, config, here))
+    # May differ by rank, but the checks may not.
+    config = dataclasses.replace(config, leave_sms=any(ranks.all_gather_object(config.leave_sms)))
     checks = _checks(config, here, is_full=level == "full")
     for check in checks:
         # A framework that loads a model has set another default device, or another default type,

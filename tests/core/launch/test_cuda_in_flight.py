@@ -75,9 +75,9 @@ def test_a_verb_has_a_stream_of_its_own(on: str, driven: Driven) -> None:
     assert not {"cuStreamCreateWithPriority", "cuEventCreate"} & later.keys()
 
 
-def two_channels() -> list[bool]:
+def two_channels(leave_sms: bool) -> list[bool]:
     control = fake_cuda.control()
-    with alone(num_channels=2) as layer:
+    with alone(num_channels=2, small_tokens=0, leave_sms=leave_sms) as layer:
         batches = [inputs(layer, num_tokens) for num_tokens in (3, 5)]
         streams, sent = [], []
         for channel, batch in enumerate(batches):
@@ -96,15 +96,16 @@ def two_channels() -> list[bool]:
         return [*same, streams[0] != streams[1]]
 
 
-def test_channels_do_not_queue_behind_each_other(driven: Driven) -> None:
-    assert driven(two_channels) == [True] * 3
+@pytest.mark.parametrize("leave_sms", [False, True])
+def test_channels_do_not_queue_behind_each_other(leave_sms: bool, driven: Driven) -> None:
+    assert driven(two_channels, leave_sms) == [True] * 3
 
 
-def captures() -> list[bool]:
+def captures(leave_sms: bool) -> list[bool]:
     """From the first call on; the streams are made while the thread captures."""
     control = fake_cuda.control()
     outcome = []
-    with alone() as layer:
+    with alone(small_tokens=0, leave_sms=leave_sms) as layer:
         hidden, ids, weights = inputs(layer, 3)
         output = torch.empty_like(hidden)
         with capturing():
@@ -123,8 +124,9 @@ def captures() -> list[bool]:
 
 
 @pytest.mark.parametrize("on", ["host", ptx.LONG])
-def test_a_graph_holds_both_halves(on: str, driven: Driven) -> None:
-    outcome = driven(captures, units=units_of(on))
+@pytest.mark.parametrize("leave_sms", [False, True])
+def test_a_graph_holds_both_halves(leave_sms: bool, on: str, driven: Driven) -> None:
+    outcome = driven(captures, leave_sms, units=units_of(on, tma="yes" if leave_sms else "no"))
     assert outcome == [True] * 6
 
 

@@ -37,6 +37,7 @@ from moe_nvlink_plugin.errors import (
 )
 from moe_nvlink_plugin.exchange.in_flight import InFlight
 from moe_nvlink_plugin.exchange.kernels import COMBINE, DISPATCH, LAYER
+from moe_nvlink_plugin.exchange.launches import variant
 from moe_nvlink_plugin.groups import Group, as_group
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import constants, structs
@@ -115,9 +116,9 @@ def round_trip(layer: MoeAllToAll, num_tokens: int = 3) -> torch.Tensor:
     return layer.combine(rows, received.metadata)
 
 
-def units_of(on: str, *, top_k: int = 4) -> list[ptx.Unit]:
+def units_of(on: str, *, top_k: int = 4, tma: str = "no") -> list[ptx.Unit]:
     """What `alone` loads, for a test that runs on the host build ("host") or on PTX ("ptx")."""
-    return ptx.of(LAYER.variant(top_k=top_k, dtype="bf16")) if on == "ptx" else []
+    return ptx.of(LAYER.variant(top_k=top_k, dtype="bf16", tma=tma)) if on == "ptx" else []
 
 
 # What the driver is asked.
@@ -271,46 +272,78 @@ def test_rows_by_tma_of_any_width(limit: dict[str, Any], on: str, driven: Driven
     assert all(others and same for *_rest, others, same in seen)
 
 
-def launches_that_leave_sms(
-    settings: dict[str, Any],
-) -> dict[tuple[int, str], tuple[str, int, bool]]:
-    """By tokens and verb: the kernel, its CTAs, and whether it asks for shared memory."""
+def launches_that_leave_sms(settings: dict[str, Any]) -> dict[tuple[int, str], tuple[str, int]]:
+    """By tokens and verb: the kernel, with "by TMA" if it asks for shared memory, and its CTAs."""
     seen = {}
+
+    def ended(verb: Callable[..., Any], tokens: int, *given: Any, **options: Any) -> Any:
+        result = verb(*given, **options)
+        name, grid, *_rest, shared, _ = described(fake_cuda.control().last_launch())
+        seen[tokens, verb.__name__] = (name + " by TMA" * (shared > 0), grid[0])
+        return result.wait() if isinstance(result, InFlight) else result
+
     limits = {"small_tokens": 8, "small_combine_tokens": 8, "max_tokens_per_rank": 400}
     with alone(leave_sms=True, **limits, **settings) as layer:
+        alike = [(layer.dispatch, layer.combine), (layer.dispatch_async, layer.combine_async)]
         for tokens in (400, 8):
-            for verb in (MoeAllToAll.combine, MoeAllToAll.combine_async):
-                received = layer.dispatch(*inputs(layer, tokens), max_tokens=tokens)
+            for dispatch, combine in alike:
+                given = inputs(layer, tokens)
+                received = ended(dispatch, tokens, *given, max_tokens=tokens)
                 rows = layer.combine_input(metadata=received.metadata)
-                ended = verb(layer, expert_output=rows, metadata=received.metadata)
-                if isinstance(ended, InFlight):
-                    ended.wait()
-                name, grid, *_rest, shared, _ = described(fake_cuda.control().last_launch())
-                seen[tokens, verb.__name__] = (name, grid[0], shared > 0)
+                ended(combine, tokens, rows, metadata=received.metadata)
     return seen
 
 
+BULK = "moe_nvlink_combine"
+
+
 @pytest.mark.parametrize(
-    ("settings", "ctas", "by_tma"),
+    ("settings", "sms", "sms_beside", "combine_beside"),
     [
-        ({}, 32, True),
-        ({"max_sms": 64}, 32, True),
-        ({"max_sms": 16}, 16, True),
-        ({"num_channels": 16}, 132 // 16, True),
-        ({"tuning": Choices(tma_sms=0)}, None, False),
-        ({"combine": "fp8_block"}, None, False),
+        ({}, 132, 32, (f"{BULK} by TMA", 32)),
+        ({"max_sms": 64}, 64, 32, (f"{BULK} by TMA", 32)),
+        ({"max_sms": 16}, 16, 16, (f"{BULK} by TMA", 16)),
+        ({"num_channels": 16}, 132 // 16, 132 // 16, (f"{BULK} by TMA", 132 // 16)),
+        ({"tuning": Choices(tma_sms=0)}, 132, 132, None),
+        ({"combine": "fp8_block"}, 132, 32, None),
     ],
     ids=str,
 )
-def test_combine_async_leaves_sms(
-    settings: dict[str, Any], ctas: int | None, by_tma: bool, driven: Driven
+def test_verbs_beside_their_caller_leave_sms(
+    settings: dict[str, Any],
+    sms: int,
+    sms_beside: int,
+    combine_beside: tuple[str, int] | None,
+    driven: Driven,
 ) -> None:
     seen = driven(launches_that_leave_sms, settings, sms=132)
-    few, beside = seen[400, "combine"], seen[400, "combine_async"]
-    assert beside == (("moe_nvlink_combine", ctas, True) if by_tma else few)
-    assert few == beside or few[1] > 32 or "num_channels" in settings
-    if "combine" not in settings:
-        assert {seen[8, verb][0] for _, verb in seen} == {"moe_nvlink_small_combine"}
+    assert seen[400, "combine_async"] == (combine_beside or seen[400, "combine"])
+    (name, ctas), (same, ctas_beside) = (seen[400, f"dispatch{way}"] for way in ("", "_async"))
+    assert name == same == "moe_nvlink_dispatch"
+    most_of_an_sm = 2048 // 256
+    assert ctas_beside <= sms_beside * most_of_an_sm
+    assert ctas_beside == ctas if sms == sms_beside else ctas_beside < ctas
+    for verb in ("dispatch", "combine"):
+        small = seen[8, verb], seen[8, f"{verb}_async"]
+        if verb == "dispatch" or "combine" not in settings:
+            assert {kernel for kernel, _ in small} == {f"moe_nvlink_small_{verb}"}
+        assert small[0] == small[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "by_tma"),
+    [
+        ({"leave_sms": True}, True),
+        ({"max_sms": 32}, True),
+        ({"leave_sms": True, "combine": "fp8_block"}, False),
+        ({"leave_sms": True, "tuning": Choices(tma_sms=0)}, False),
+        ({"max_sms": 33}, False),
+    ],
+    ids=str,
+)
+def test_builds_that_have_to_be_named(settings: dict[str, Any], by_tma: bool) -> None:
+    (group,) = ThreadGroup.ranks(1)
+    assert ("tma=yes" in str(variant(config(group, **settings), 0))) == by_tma
 
 
 def launches_of_many_tokens() -> tuple[Any, ...]:

@@ -167,16 +167,25 @@ def test_its_exchanges_have_the_builds_of_the_layer(
     assert set(by_tma) == {tma_sms == 32}
 
 
-def test_it_has_the_verbs_of_a_layer_that_leaves_sms(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = mock.Mock(wraps=MoeAllToAll.combine_async)
-    monkeypatch.setattr(MoeAllToAll, "combine_async", lambda *args, **kw: begun(*args, **kw))
-    made = mock.Mock(wraps=MoeAllToAll.create)
-    monkeypatch.setattr(MoeAllToAll, "create", made)
-    for leaves in (False, True):
-        made.reset_mock()
-        run_ranks(2, functools.partial(body, leave_sms=leaves))
-        assert {call.args[0].leave_sms for call in made.call_args_list} == {leaves}
-        assert begun.called == leaves
+@pytest.mark.parametrize("leaving", [(), (1,), (0, 1)])
+def test_it_has_the_verbs_of_a_layer_that_leaves_sms(
+    leaving: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank alone may leave SMs, and then all of them check."""
+    combine_async, begun = MoeAllToAll.combine_async, mock.Mock()
+
+    def noted(layer: MoeAllToAll, *given: Any, **options: Any) -> Any:
+        begun(layer.config.ep_rank)
+        assert layer.config.leave_sms
+        return combine_async(layer, *given, **options)
+
+    monkeypatch.setattr(MoeAllToAll, "combine_async", noted)
+
+    def rank_main(group: ThreadGroup) -> None:
+        body(group, leave_sms=group.rank in leaving)
+
+    run_ranks(2, rank_main)
+    assert {call.args[0] for call in begun.call_args_list} == ({0, 1} if leaving else set())
 
 
 def test_a_file_on_one_rank_alone_is_named(tmp_path: Path) -> None:

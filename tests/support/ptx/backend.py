@@ -16,7 +16,7 @@ import torch
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.exchange import launches
 from moe_nvlink_plugin.exchange.kernels import LAYER
-from moe_nvlink_plugin.exchange.sizes import gets_by_tma
+from moe_nvlink_plugin.exchange.sizes import loads_tma
 from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.launch.kernel import Build, Kernel
 from moe_nvlink_plugin.launch.shape import VECTOR_BYTES, Shape
@@ -274,7 +274,7 @@ class PtxBackend:
     ) -> Callable[[], None]:
         kernels = {kernel.name: kernel for kernel in LAYER.kernels}
         copies = [type(args).from_buffer_copy(args) for args in rank_arguments]
-        if verb == "combine" and gets_by_tma(self._config):
+        if verb == "combine" and loads_tma(self._config):
             shape = self._staged_shape(copies)
         builds = [self.build_of(kernels[verb], args) for args in copies]
         return lambda: self.grids.launch(builds, copies, shape)
