@@ -15,10 +15,11 @@ from vllm.config.lora import LoRAConfig
 
 from moe_nvlink_plugin.errors import ConfigError, UnsupportedError
 from moe_nvlink_plugin.integration.common import names
+from moe_nvlink_plugin.integration.common.agreement import Ranks
 from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm import backend, compat
-from moe_nvlink_plugin.integration.vllm.choices import KEY, options_of
-from moe_nvlink_plugin.integration.vllm.plugin import flag, validation
+from moe_nvlink_plugin.integration.vllm.choices import KEY, WORDING, options_of
+from moe_nvlink_plugin.integration.vllm.plugin import communicator, flag, validation
 from tests.integration.vllm.vllm_config import config_with_us
 from tests.support.refusals import refused
 
@@ -325,6 +326,15 @@ def test_without_the_flag_nothing_is_checked(checkpoint: Path) -> None:
         hf_overrides={"hidden_size": 100},
     )
     assert not backend.is_selected(config)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_self_check_has_the_kernels_of_the_layers(overlaps: bool, checkpoint: Path) -> None:
+    ranks = Ranks(None, 0, 2, WORDING)
+    options = Options(overlap_shared_experts=overlaps)
+    checked = communicator._checked(ranks, options, config_with_us(checkpoint))
+    assert checked is not None
+    assert checked.leave_sms == overlaps
 
 
 # What can be chosen.
