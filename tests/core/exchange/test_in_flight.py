@@ -241,7 +241,8 @@ def test_a_launch_that_raises_raises_in_wait(
 ) -> None:
     channel = layer._layer.channel(0)
 
-    def fail(_args: object) -> None:
+    def fail(_args: object, *, beside: bool) -> None:
+        assert beside
         raise ValueError("no such kernel")
 
     monkeypatch.setattr(channel._launches, "dispatch", fail)
