@@ -47,6 +47,7 @@ KERNELS: Mapping[str, type[clocked.Layer]] = {
     "moe_nvlink_bulk": clocked.Bulk,
     "moe_nvlink_loads": clocked.Loads,
     "moe_nvlink_ordered": clocked.Ordered,
+    "moe_nvlink_async_release": clocked.Signals,
     "flashinfer": clocked.Peer,
     "flashinfer_cake": clocked.Cake,
 }
@@ -56,9 +57,10 @@ MOST_TOKENS = {
     "moe_nvlink_bulk": MAX_SMALL_TOKENS,
     "moe_nvlink_loads": 2**24,
     "moe_nvlink_ordered": 2**24,
+    "moe_nvlink_async_release": 2**24,
 }
 #: Whose source is for one machine alone.
-ONLY_ON = {"flashinfer_cake": "gb200"}
+ONLY_ON = {"flashinfer_cake": "gb200", "moe_nvlink_async_release": "gb200"}
 DEFAULTS = [name for name in KERNELS if name not in MOST_TOKENS]
 #: SASS of the text that was published (TensorRT-LLM's, before its loop was split in two) keeps four
 #: wide loads of combine in flight, where the text in FlashInfer's wheel keeps all eight.

@@ -89,6 +89,14 @@ class Choices:
         "whether a kernel may start while the one before it in its stream ends; MOE_NVLINK_PDL=0 "
         "and several channels forbid it (an estimate). Each value has its builds of the kernels",
     )
+    async_release: bool = _choice(
+        False,
+        (False, True),
+        GPU,
+        "whether ranks signal each other by st.async.release, which does not hold its thread until "
+        "all before it has arrived; GPUs before sm_100 lack it, and there it changes nothing "
+        "(modelled). Each value has its builds of the kernels",
+    )
     dispatch_threads: int = _choice(
         256,
         (128, 256, 512),

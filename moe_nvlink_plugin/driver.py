@@ -175,6 +175,15 @@ def device(index: int) -> Device:
     )
 
 
+def has_async_release(index: int) -> bool:
+    """Return whether GPU `index` has st.async.release; False if this process has no driver. Local.
+
+    Raises:
+        DriverError: there is no such device.
+    """
+    return unavailable() is None and device(index).capability >= (10, 0)
+
+
 def nvml_uuid(uuid: str) -> str:
     """Return a Device.uuid as NVML writes it."""
     parts = (uuid[:8], uuid[8:12], uuid[12:16], uuid[16:20], uuid[20:])

@@ -285,6 +285,7 @@ class Ours(Layer):
             ordered_slots=int(self.ordered_slots),
             combine=arguments.combine_code(self._configs[0]),
             tma=int(gets_by_tma(self._configs[0])),
+            async_release=int(self.choices.async_release),
         )
 
     def _workspace_bytes(self) -> int:
@@ -390,6 +391,12 @@ class Loads(Ours):
     """A combine that loads rows to registers, however few the SMs."""
 
     choices = TODAY.but("tma_sms", 0)
+
+
+class Signals(Ours):
+    """Signals that hold no thread, which GPUs from sm_100 on have."""
+
+    choices = TODAY.but("async_release", True)
 
 
 class Ordered(Bulk):

@@ -78,7 +78,7 @@ HD void combine_in_format(const CombineArgs& args, const Cta& cta, const Share& 
   const RowSizes sizes =
       row_sizes<Format>(sizeof(typename Element::Storage), args.geometry.hidden_size);
   if constexpr (Format != kCombineUnquantised) {
-    send_quantised<Element, Format>(args, cta, sizes, shared);
+    send_quantised<Config, Element, Format>(args, cta, sizes, shared);
   }
   if constexpr (kByTma<Config>) {
     combine_items_by_tma<Config, Element>(args, cta, sizes.row, shared);
@@ -114,8 +114,9 @@ HD void combine_elements(const CombineArgs& args, const Cta& cta, const Share& s
 }
 
 // Signals the peers of a combine without a format, whose rows the experts have written. CTA 0.
+template <class Config>
 HD void signal_unquantised(const CombineArgs& args, const Cta& cta, uint32_t epoch, int element) {
-  signal_peers(args, cta, args.control.combine_cells, combine_cell(args, epoch));
+  signal_peers<Config>(args, cta, args.control.combine_cells, combine_cell(args, epoch));
   if (cta.thread != cta.num_threads - 1) return;
   leave_combined(args, epoch, true);
   const uint64_t bytes = static_cast<uint64_t>(element_bytes(element));
@@ -146,7 +147,7 @@ HD void combine_body(const CombineArgs& args, const Cta& cta, SharedOf<Config>& 
     shared.has_failed = failed ? 1 : 0;
   }
   if (format == kCombineUnquantised && cta.block == 0 && !failed) {
-    signal_unquantised(args, cta, epoch, element);
+    signal_unquantised<Config>(args, cta, epoch, element);
   }
   static_assert(kNumElements == 3);
   if (element == kElementBf16) combine_elements<Config, Bf16>(args, cta, share, format, shared);

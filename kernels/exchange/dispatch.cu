@@ -88,6 +88,7 @@ HD int arrive(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) 
 }
 
 // Tells every rank how many of this rank's rows lie in its buffers. The last CTA to arrive.
+template <class Config>
 HD void publish_counts(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) {
   const Geometry& geometry = args.geometry;
   uint32_t* send_counters =
@@ -96,7 +97,8 @@ HD void publish_counts(const DispatchArgs& args, const Cta& cta, DispatchShared&
   for_each_peer(args, cta, [&](int peer) {
     const uint32_t count = load_relaxed_gpu(&send_counters[peer]);
     if (is_active(args, peer)) {
-      signal_peer(args, args.control.dispatch_cells, peer, pack_cell(shared.epoch, count, tag));
+      signal_peer<Config>(args, args.control.dispatch_cells, peer,
+                          pack_cell(shared.epoch, count, tag));
     }
     shared.sent[peer] = count;
     store_relaxed_gpu(&send_counters[peer], 0);
@@ -119,6 +121,7 @@ HD void count_round(const DispatchArgs& args, const DispatchShared& shared) {
 
 // Ends this rank's part of the round after all its rows have been stored. Only the last CTA to
 // arrive calls it: until then the other CTAs read what it writes.
+template <class Config>
 HD void publish_round(const DispatchArgs& args, const Cta& cta, DispatchShared& shared) {
   LocalControl* local = local_control(args);
   if (shared.has_failed != 0) {
@@ -131,7 +134,7 @@ HD void publish_round(const DispatchArgs& args, const Cta& cta, DispatchShared& 
     }
     return;
   }
-  publish_counts(args, cta, shared);
+  publish_counts<Config>(args, cta, shared);
   await_leavers(args, cta, shared.epoch - 1);
   cta.sync();  // sent is whole; the mask of the round before has been read
   // The last thread: if threads outnumber the ranks, it has no peer to wait for.
@@ -232,7 +235,7 @@ HD void dispatch_body(const DispatchArgs& args, const Cta& cta, DispatchSharedFo
   const int finisher = arrive(args, cta, shared);
   if (finisher < 0) return;
   const bool is_last = finisher == num_finishers(cta) - 1;
-  if (is_last) publish_round(args, cta, shared);
+  if (is_last) publish_round<Config>(args, cta, shared);
   const bool has_counts = has_expert_counts<Config>(args);
   if (has_counts && is_last && shared.has_failed == 0) send_expert_counts(args, cta, shared.epoch);
   collect_counts(args, cta, is_last, shared);

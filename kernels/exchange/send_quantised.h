@@ -129,7 +129,7 @@ HD bool completes_rows(const CombineArgs& args, const Cta& cta, uint32_t quantis
 
 // Quantises the rows that this rank has received, and signals the peers (P3) from the CTA that
 // completes them. After a failed verb no CTA does either.
-template <class Element, int Format>
+template <class Config, class Element, int Format>
 HD void send_quantised(const CombineArgs& args, const Cta& cta, const RowSizes& sizes,
                        QuantisedCombineShared& shared) {
   if (cta.thread == 0) shared.taken[0] = take_row(args, cta);
@@ -144,7 +144,7 @@ HD void send_quantised(const CombineArgs& args, const Cta& cta, const RowSizes& 
   if (cta.thread == 0) end_taking(args, cta, shared.taken[0], num_rows);
   const uint32_t quantised = quantise_received<Element, Format>(args, cta, num_rows, sizes, shared);
   if (!completes_rows(args, cta, quantised, num_rows, shared)) return;
-  signal_peers(args, cta, args.control.combine_cells, combine_cell(args, shared.epoch));
+  signal_peers<Config>(args, cta, args.control.combine_cells, combine_cell(args, shared.epoch));
   // The last thread: if threads outnumber the ranks, it has no peer to signal.
   if (cta.thread != cta.num_threads - 1) return;
   store_word(&local_control(args)->combine_arrivals, 0u);

@@ -89,7 +89,8 @@ HD bool arrive_last(const Cta& cta, uint32_t* arrivals, HeadShared& shared) {
 // Stores this rank's cell to every rank. After arrive_last().
 HD void signal_round(const HeadArgs& args, const Cta& cta, uint32_t cells, uint32_t count,
                      const HeadShared& shared) {
-  signal_peers(args, cta, cells, pack_cell(shared.epoch, count, head_tag(args.geometry)));
+  signal_peers<RuntimeConfig>(args, cta, cells,
+                              pack_cell(shared.epoch, count, head_tag(args.geometry)));
 }
 
 // Waits for every rank's cell and stores its count, at most `most`, in `counts`. If a rank does not

@@ -89,6 +89,17 @@ TMA = Axis(
     placeholder="yes",
 )
 
+#: Whether cells are signalled by st.async.release, which does not hold its thread (memory_order.h).
+#: Off until a GPU says that it is faster.
+ASYNC_RELEASE = Axis(
+    "async_release",
+    ("bool kAsyncRelease",),
+    no_yes,
+    default="no",
+    is_silent=True,
+    placeholder="yes",
+)
+
 
 def _num_tokens(args: Any) -> int:
     return int(args.geometry.num_tokens)
@@ -109,7 +120,7 @@ DISPATCH: Kernel[DispatchSizes] = Kernel(
     name="dispatch",
     source="exchange/dispatch.cu",
     struct="DispatchArgs",
-    axes=(TOP_K, ELEMENT, QUANTISER, EXPERT_COUNTS, ORDERED_SLOTS, PDL),
+    axes=(TOP_K, ELEMENT, QUANTISER, EXPERT_COUNTS, ORDERED_SLOTS, ASYNC_RELEASE, PDL),
     count=_num_tokens,
     shape=_dispatch_shape,
     phase=Phase("dispatch", "kPhaseDispatch", "dispatch_cells"),
@@ -118,7 +129,7 @@ COMBINE: Kernel[CombineSizes] = Kernel(
     name="combine",
     source="exchange/combine.cu",
     struct="CombineArgs",
-    axes=(TOP_K, ELEMENT, COMBINE_FORMAT, TMA, PDL),
+    axes=(TOP_K, ELEMENT, COMBINE_FORMAT, TMA, ASYNC_RELEASE, PDL),
     count=_num_tokens,
     shape=_combine_shape,
     splits="hidden_splits",
@@ -128,7 +139,7 @@ SMALL_DISPATCH: Kernel[SmallSizes] = Kernel(
     name="small_dispatch",
     source="exchange/small/dispatch.cu",
     struct="DispatchArgs",
-    axes=(TOP_K, ELEMENT, QUANTISER, EXPERT_COUNTS, UNITS, PDL),
+    axes=(TOP_K, ELEMENT, QUANTISER, EXPERT_COUNTS, UNITS, ASYNC_RELEASE, PDL),
     count=_num_tokens,
     shape=small_shape,
     splits="senders",
@@ -138,7 +149,7 @@ SMALL_COMBINE: Kernel[SmallSizes] = Kernel(
     name="small_combine",
     source="exchange/small/combine.cu",
     struct="CombineArgs",
-    axes=(TOP_K, ELEMENT, UNITS, PDL),
+    axes=(TOP_K, ELEMENT, UNITS, ASYNC_RELEASE, PDL),
     count=_num_tokens,
     shape=small_shape,
     splits="senders",

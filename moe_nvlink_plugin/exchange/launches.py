@@ -43,6 +43,7 @@ def variant(config: AllToAllConfig, quantiser: int) -> Variant:
         ordered_slots=int(config.ordered_slots),
         units=row_data_bytes(config),
         tma=int(loads_tma(config)),
+        async_release=int(config.choices.async_release),
     )
 
 

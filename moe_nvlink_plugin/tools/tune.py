@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_nvlink_plugin import env
+from moe_nvlink_plugin import driver, env
 from moe_nvlink_plugin.choices import TODAY, Choice, Choices, Value, table
 from moe_nvlink_plugin.config import ACTIVATION_DTYPES, AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError
@@ -100,6 +100,7 @@ def space(config: AllToAllConfig, device: torch.device) -> list[Choice]:
         "small_combine_tokens": config.small_tokens is not None or config.combine != "bf16",
         "host_threads": threads_asked,
         "pdl": not env.pdl(),
+        "async_release": on_gpus and not driver.has_async_release(device.index or 0),
         "tma_sms": not gets_by_tma(dataclasses.replace(config, tuning=TODAY)),
     }
     most_threads = (os.cpu_count() or 1) // config.ep_size

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_nvlink_plugin import AllToAllConfig, Dispatched, MoeAllToAll, rank_mask, reference
-from moe_nvlink_plugin.choices import TODAY
+from moe_nvlink_plugin.choices import TODAY, Choices
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.exchange.scales_layout import TILE_ROWS, TILE_SCALES
 from moe_nvlink_plugin.exchange.sizes import small_combine_tokens
@@ -57,7 +57,7 @@ class Case:
     unit_data_bytes: int | None = None  # on GPUs; None: as the environment says
     max_sms: int | None = None
     leave_sms: bool = False
-    tma_sms: int = TODAY.tma_sms
+    choices: Choices = TODAY
     left_out: tuple[int, ...] = ()  # by the masks of the others; these make up a round of their own
 
     @property
@@ -102,8 +102,7 @@ class Case:
             unit_data_bytes=self.unit_data_bytes,
             max_sms=self.max_sms,
             leave_sms=self.leave_sms,
-            # A user's file is for another layer. Of what it says, this alone chooses other kernels.
-            tuning=dataclasses.replace(TODAY, tma_sms=self.tma_sms),
+            tuning=self.choices,
         )
 
 

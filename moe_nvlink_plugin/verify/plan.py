@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from moe_nvlink_plugin import HeadConfig, env
+from moe_nvlink_plugin import HeadConfig, driver, env
+from moe_nvlink_plugin.choices import TODAY
 from moe_nvlink_plugin.config import ACTIVATION_DTYPES
 from moe_nvlink_plugin.exchange.sizes import gets_by_tma
 
@@ -91,7 +92,7 @@ def plan(geometry: Geometry, device: torch.device, *, quick: bool) -> list[Check
         _mixed(large),
     ]
     if device.type == "cuda":
-        checks += _on_gpus(large, small)
+        checks += _on_gpus(large, small, device)
     if not quick:
         checks += [*_formats(large, small), *_arguments(large, small), _many_slots(large)]
         checks += _ways(large, small)
@@ -105,7 +106,7 @@ def _mixed(large: Case) -> Rounds:
     return Rounds(name=_MIXED, case=large, rounds=12, small_tokens=most, bounds=bounds)
 
 
-def _on_gpus(large: Case, small: Case) -> Iterator[Rounds]:
+def _on_gpus(large: Case, small: Case, device: torch.device) -> Iterator[Rounds]:
     for case in (large, small):
         yield Rounds(name=f"{case.name}, CUDA graph", case=case, rounds=12, captured=True)
         yield Rounds(name=f"{case.name}, without PDL", case=case, rounds=6, pdl=False)
@@ -114,6 +115,9 @@ def _on_gpus(large: Case, small: Case) -> Iterator[Rounds]:
         yield Rounds(name=f"{large.name}, combine by TMA", case=by_tma, rounds=12)
     leaving = dataclasses.replace(large, leave_sms=True)
     yield Rounds(name=f"{large.name}, leaving SMs", case=leaving, rounds=6, beside=True)
+    for case in (large, small) if driver.has_async_release(device.index or 0) else ():
+        signalling = dataclasses.replace(case, choices=TODAY.but("async_release", True))
+        yield Rounds(name=f"{case.name}, asynchronous signals", case=signalling, rounds=12)
     for data_bytes in env.UNIT_DATA_BYTES:
         if data_bytes != small.config(0).unit_data_bytes:
             other = dataclasses.replace(small, unit_data_bytes=data_bytes)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from moe_nvlink_plugin.choices import TODAY, Choices
 from moe_nvlink_plugin.config import SELF_CHECKS, AllToAllConfig
 from moe_nvlink_plugin.errors import ConfigError, SelfCheckError
 from moe_nvlink_plugin.exchange import tuning
@@ -22,6 +23,8 @@ from .plan import Geometry, plan
 
 #: Most tokens of a rank: in a quick check, and in a full one.
 _QUICK_TOKENS, _FULL_TOKENS = 16, 64
+#: Choices with builds of the kernels of their own that hold for any number of tokens.
+_OF_KERNELS = ("tma_sms", "async_release")
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +112,11 @@ def _resolved(config: AllToAllConfig, device: torch.device) -> AllToAllConfig:
     return tuning.resolved(config, find_recipe(config).name, device)
 
 
+def _of_file(choices: Choices) -> Choices:
+    """Return what holds for a layer of another size: the choices of other kernels."""
+    return dataclasses.replace(TODAY, **{name: getattr(choices, name) for name in _OF_KERNELS})
+
+
 def _timeout_s(config: AllToAllConfig) -> float:
     """Return how long a rank waits for another one in a round, in seconds."""
     assert config.timeout_s is not None  # AllToAllConfig has filled it in
@@ -135,7 +143,7 @@ def _quick(geometry: Geometry, config: AllToAllConfig, device: torch.device) -> 
                 unit_data_bytes=config.unit_data_bytes,
                 max_sms=config.max_sms,
                 leave_sms=config.leave_sms,
-                tma_sms=config.choices.tma_sms,
+                choices=_of_file(config.choices),
             )
             rounds = Rounds(name=case.name, case=case, rounds=3, small_tokens=small_tokens)
             if case.hidden_size != geometry.hidden_size:

@@ -53,6 +53,7 @@ class Build:
     ordered_slots: str = "no"
     units: str = "14"
     tma: str = "no"
+    async_release: str = "no"
     pdl: bool = True
 
     def __str__(self) -> str:
@@ -475,6 +476,10 @@ NOT_FUSED = has({"FMUL": at_least(1), r"FFMA|HFMA2\.BF16": 0})
 #: Dispatch loads a vector once and stores it up to top_k times; combine the other way round.
 WIDE_DISPATCH = has({WIDE_LOAD: at_least(1), WIDE_STORE: top_k_and_more})
 WIDE_COMBINE = has({WIDE_LOAD: top_k_and_more, WIDE_STORE: at_least(1)})
+#: The signal waits for no fence, where it otherwise does.
+ASYNC_RELEASE = has(
+    {r"USTGR\.E\.NA\.64\.STRONG\.SYS": 1, r"MEMBAR\..*SYS": -1}, beside={"async_release": "no"}
+)
 #: P1; P1, P14, and P12 before the first token and in a CTA without tokens; P2, behind this CTA's
 #: rows and before what reads the others'; one takes a slot. ptxas may unroll the looks of P12 and
 #: P14. Faults: of each wait, of a mask without oneself, of a dispatch behind another one.
@@ -601,6 +606,13 @@ TABLE: tuple[tuple[list[Build], dict[str, Check]], ...] = (
     (
         [*both(COMBINE, tma="yes"), Build(COMBINE, tma="yes", top_k=32)],
         {"resources": resources, "by TMA": BY_TMA, "not fused": NOT_FUSED},
+    ),
+    (
+        [
+            Build(kernel, BLACKWELL, async_release="yes")
+            for kernel in (DISPATCH, COMBINE, SMALL_DISPATCH, SMALL_COMBINE)
+        ],
+        {"resources": resources, "asynchronous release": ASYNC_RELEASE},
     ),
     (
         [*common(DISPATCH), *common(COMBINE)],
@@ -801,6 +813,7 @@ ORDERED_COUNTS = instead(
 )
 NOT_CLEARED = instead("  Unit::store(reinterpret_cast<uint64_t*>(place), 0, 0);\n", "")
 NOT_FENCED = instead("  if (copies) fence_copies_global();\n", "")
+FENCED_SIGNAL = instead("st.async.release.sys", "fence.acq_rel.sys; st.async.release.sys")
 ADDS_LATE = instead("Config::kTopKBound <= kMostUnitsAndAdded", "false")
 COLLECT_RELEASES = instead(
     "  get_logits(args, cta, shared);\n",
@@ -860,6 +873,12 @@ MUTANTS: tuple[tuple[str, Build, Edit, Check], ...] = (
     ("ordered counts", Build(DISPATCH, expert_counts="yes"), ORDERED_COUNTS, COUNTS_ADD),
     ("not cleared", Build(SMALL_DISPATCH), NOT_CLEARED, UNITS),
     ("not fenced", Build(COMBINE, tma="yes"), NOT_FENCED, BY_TMA),
+    (
+        "fenced signal",
+        Build(COMBINE, BLACKWELL, async_release="yes"),
+        FENCED_SIGNAL,
+        ASYNC_RELEASE,
+    ),
     ("adds late", Build(SMALL_COMBINE), ADDS_LATE, adds_what_flies),
     ("relaxed", Build(SMALL_COMBINE), relaxed, SMALL_COMBINE_ORDER),
     ("releases", Build(COLLECT), COLLECT_RELEASES, COLLECT_ORDER),

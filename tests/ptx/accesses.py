@@ -95,8 +95,9 @@ LOADS = (
     Access("ld.weak.global.u32", "global"),
     Access("ld.shared::cta.u32", "shared"),
 )
-STORES = tuple(
-    each for each in _forms("st", ("relaxed", "release"), ("wb", "cs")) if each.space != "param"
+STORES = (
+    *(each for each in _forms("st", ("relaxed", "release"), ("wb", "cs")) if each.space != "param"),
+    *(Access(f"st.async.release.{scope}.global.b64", "global") for scope in ("gpu", "sys")),
 )
 
 _DECLARED = "\n".join(

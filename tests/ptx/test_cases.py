@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from moe_nvlink_plugin import HeadConfig, reference
+from moe_nvlink_plugin.choices import TODAY
 from moe_nvlink_plugin.config import MAX_SMALL_TOKENS
 from moe_nvlink_plugin.jit.header import combine_formats, constants, elements, quantisers
 from moe_nvlink_plugin.verify import cases, compare
@@ -124,6 +125,20 @@ def test_rows_by_tma(architecture: str) -> None:
     for case, options in BY_TMA:
         of_all: dict[str, Any] = {"architecture": architecture, "ctas": 2, "pdl": True}
         emulated.check_case("ptx", dataclasses.replace(case, max_sms=1), **of_all | options)
+
+
+# ---- ranks signal each other by st.async.release
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_asynchronous_signals(architecture: str) -> None:
+    """The same bits; on sm_90a, which lacks the store, by an ordinary release."""
+    case = dataclasses.replace(SMALL, choices=TODAY.but("async_release", True))
+    options: dict[str, Any] = {"architecture": architecture, "ctas": 3, "threads": 64, "pdl": True}
+    emulated.check_case("ptx", cases.with_formats(case, None, "fp8_block"), **options)
+    for small in (False, True):
+        mine = dataclasses.replace(case, small=small)
+        emulated.check_rounds("ptx", mine, 3, seed=2, races=True, **options)
 
 
 # ---- small batches: what dispatch and combine launch for them instead

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,6 +77,10 @@ _BODIES = {
     "release": """
         st.global.u64 [%rd1], 5;
         st.release.sys.global.u64 [%rd2], 7;""",
+    "async_release": """
+        st.global.u64 [%rd1], 5;
+        st.async.release.sys.global.b64 [%rd2], 7;
+        st.relaxed.sys.global.u64 [%rd2+8], 7;""",
     # Thread 1 stores to a peer; thread 0 releases a word of its own after they met.
     "release_after_barrier": """
         setp.ne.u32 %p1, %r1, 1;
@@ -221,6 +226,18 @@ def test_a_release_waits_for_acknowledgements_of_peers(ranks: Ranks) -> None:
         "launch", "remote store acknowledged", "fence", "local store acknowledged"
     ]  # fmt: skip
     assert path[1].text == "st.global.u64 [%rd1], 5"
+
+
+@pytest.mark.parametrize(("word", "arrives"), [(0, 1000 + 50 + 500), (1, 500)])
+def test_an_asynchronous_release_holds_its_word_alone(word: int, arrives: float) -> None:
+    """The word comes when that of a release would, and what the thread stores behind it before."""
+    ranks = Ranks()
+    ranks.launch("async_release", ranks.at(1, 64), ranks.at(1), rank=0)
+    ranks.launch("hear", ranks.at(1, word), 0, rank=1)
+    ended = ranks.run()
+    polled = 50 + 100 * math.ceil((arrives - 50) / 100)
+    assert ended[1].end_ns == pytest.approx(BEGIN + polled + 50)
+    assert ended[0].end_ns == pytest.approx(BEGIN + 1000 + 50 + 1000)
 
 
 def test_a_relaxed_store_waits_for_nothing(ranks: Ranks) -> None:

@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from moe_nvlink_plugin import HeadConfig, rank_mask
+from moe_nvlink_plugin.choices import TODAY
 from moe_nvlink_plugin.exchange import arguments, launches
 from moe_nvlink_plugin.exchange.kernels import (
     COMBINE,
@@ -51,6 +52,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
 
 PROTOCOL_PAGE = Path(__file__).parents[2] / "kernels" / "PROTOCOL.md"
 ARCHITECTURE = "sm_90a"
+HAS_ASYNC_RELEASE = "sm_100a"
 SEEDS = (1, 2, 3, 4, 5, 6)
 CTAS = 2
 OPTIONS: dict[str, Any] = {
@@ -77,12 +79,14 @@ class Group(NamedTuple):
     Attributes:
         mutants: a pattern of those that are this group's; others meet them, or never run here.
         around: what holds while the runs are made.
+        architecture: that the kernels are compiled for.
     """
 
     builds: list[Build]
     runs: list[Callable[[int], None]]
     mutants: str = ""
     around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    architecture: str = ARCHITECTURE
 
 
 # ---- dispatch and combine
@@ -160,6 +164,8 @@ def running_layer(
     case: Case, seed: int, small_ctas: int = SMALL_CTAS, threads: int = 64
 ) -> Iterator[Ranks]:
     options = OPTIONS | {"ctas": small_ctas if case.small else CTAS, "threads": threads}
+    if case.choices.async_release:
+        options["architecture"] = HAS_ASYNC_RELEASE
     backend = PtxBackend(case.ep_size, case.config(0), seed=seed, **options)
     try:
         yield Ranks(case, backend)
@@ -207,7 +213,9 @@ def layer_without(verb: str, case: Case, seed: int) -> None:
 
 @contextlib.contextmanager
 def clearing_weakly(
-    builds: Sequence[Build], change: Callable[[str], str] = unchanged
+    builds: Sequence[Build],
+    change: Callable[[str], str] = unchanged,
+    architecture: str = ARCHITECTURE,
 ) -> Iterator[None]:
     """Units are cleared by weak stores for as long as the block lasts.
 
@@ -215,7 +223,7 @@ def clearing_weakly(
     of later rounds only, which P12 keeps apart from them. Strong zeros race with no unit: nothing
     but a lost unit could tell that P12 is missing.
     """
-    every = [each for made in builds for each in mutants.mutants_of(made, ARCHITECTURE, change)]
+    every = [each for made in builds for each in mutants.mutants_of(made, architecture, change)]
     sites = [each.site for each in every if "clear_unit" in str(each)]
     assert sites, "no unit is cleared"
     try:
@@ -329,6 +337,22 @@ def layer(case: Case) -> Group:
         _SMALL_ROUNDS if case.small else _BULK_ROUNDS,
         functools.partial(clearing_weakly, builds) if case.small else contextlib.nullcontext,
     )
+
+
+def signalling() -> Group:
+    """Signals by st.async.release, in rounds of both kinds."""
+    choices = TODAY.but("async_release", True)
+    both = [dataclasses.replace(case, choices=choices) for case in (LAYER_CASE, SMALL_CASE)]
+    variant = launches.variant(both[0].config(0), 0)
+    runs: list[Callable[[int], None]] = []
+    for case in both:
+        ctas = SMALL_CTAS if case.small else CTAS
+        runs.append(functools.partial(rounds_apart, case, ctas, False))
+        runs.append(functools.partial(layer_rounds, case))
+    kernels = (DISPATCH, COMBINE, SMALL_DISPATCH, SMALL_COMBINE)
+    builds = [variant.build(kernel, pdl=True) for kernel in kernels]
+    clearing = functools.partial(clearing_weakly, builds, architecture=HAS_ASYNC_RELEASE)
+    return Group(builds, runs, "signal_peer", clearing, HAS_ASYNC_RELEASE)
 
 
 def counting() -> Group:
@@ -516,6 +540,7 @@ def head() -> Group:
 
 GROUPS: dict[str, Callable[[], Group]] = {
     **{name: functools.partial(layer, case) for name, case in LAYERS.items()},
+    "signals": signalling,
     "counts": counting,
     "ordered": ordering,
     "tma": by_tma,
@@ -659,7 +684,7 @@ def reason_of(mutant: Mutant) -> str | None:
 
 
 def all_mutants(group: Group) -> list[Mutant]:
-    every = [each for made in group.builds for each in mutants.mutants_of(made, ARCHITECTURE)]
+    every = [each for made in group.builds for each in mutants.mutants_of(made, group.architecture)]
     return [each for each in every if re.search(group.mutants, str(each))]
 
 

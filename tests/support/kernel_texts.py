@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from moe_nvlink_plugin.exchange.kernels import (
+    ASYNC_RELEASE,
     COMBINE,
     COMBINE_FORMAT,
     DISPATCH,
@@ -66,6 +67,7 @@ def specialised_source(
     ordered_slots: int = 0,
     units: int = 14,
     tma: int = 0,
+    async_release: int = 0,
     small: bool = False,
 ) -> str:
     """Dispatch and combine in one unit for one top_k and element type: as a GPU gets them, or a
@@ -77,11 +79,13 @@ def specialised_source(
         ordered_slots: whether rows lie in the order of their tokens.
         units: bytes of data of small batches' units.
         tma: whether combine gets rows by TMA.
+        async_release: whether signals hold no thread.
         small: all kernels of a layer, those for small batches too, as the host's library has them.
     """
     values: dict[Axis, int] = {TOP_K: top_k, ELEMENT: element, PDL: int(pdl)}
     values |= {QUANTISER: quantiser, COMBINE_FORMAT: combine, EXPERT_COUNTS: expert_counts}
     values |= {ORDERED_SLOTS: ordered_slots, UNITS: units, TMA: tma}
+    values |= {ASYNC_RELEASE: async_release}
     if host:
         return kernel.host_source((LAYER, HEAD), values)
     return kernel.gpu_source(LAYER.kernels if small else (DISPATCH, COMBINE), values)

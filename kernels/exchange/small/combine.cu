@@ -38,11 +38,12 @@
 namespace moe_nvlink {
 
 // Ends this rank's part of the round. One CTA.
+template <class Config>
 HD void publish_combined(const CombineArgs& args, const Cta& cta, uint32_t epoch, int element) {
   // P12, release: the experts of this rank have read its receive buffers, and the kernels before
   // this one have cleared what they have read of its stagings. If it were relaxed, a peer's next
   // units could come before these zeros, which would then take their place.
-  signal_peers(args, cta, args.control.combine_cells, combine_cell(args, epoch));
+  signal_peers<Config>(args, cta, args.control.combine_cells, combine_cell(args, epoch));
   // The last thread: if threads outnumber the ranks, it has no peer to signal.
   if (cta.thread != cta.num_threads - 1) return;
   leave_combined(args, epoch, false);
@@ -72,7 +73,9 @@ HD void small_combine_of(const CombineArgs& args, const Cta& cta, int element,
   if (share / plan.parts < args.geometry.num_tokens) {
     find_staged_rows<Config>(args, cta, plan, share / plan.parts, shared.rows[0]);
   }
-  if (role.publishes() && !round.has_failed) publish_combined(args, cta, round.epoch, element);
+  if (role.publishes() && !round.has_failed) {
+    publish_combined<Config>(args, cta, round.epoch, element);
+  }
   receive_rows<Config, Element>(args, cta, plan, share, round, shared);
 }
 

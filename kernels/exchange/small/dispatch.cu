@@ -72,11 +72,12 @@ HD void count_sent_rows(const DispatchArgs& args, const Cta& cta, Shared& shared
 // it the rank's experts may overwrite them first. A cell of its own, because a release waits until
 // this rank's stores have arrived, and receivers look at no unit before they know the count. Not by
 // the threads that store the counts, for whose arrival it would wait too.
+template <class Config>
 HD void tell_pulled(const DispatchArgs& args, const Cta& cta, uint32_t epoch) {
   const int first = (cta.thread + cta.num_threads / 2) % cta.num_threads;
   for_each_peer(args, first, cta.num_threads, [&](int peer) {
     if (!is_active(args, peer)) return;
-    signal_peer(args, args.control.pulled_cells, peer, pack_cell(epoch, 0, 0));
+    signal_peer<Config>(args, args.control.pulled_cells, peer, pack_cell(epoch, 0, 0));
   });
 }
 
@@ -97,7 +98,7 @@ HD void publish_small_round(const DispatchArgs& args, const Cta& cta, const Smal
     store_relaxed_sys(cell_of(args, peer, args.control.dispatch_cells, geometry.ep_rank),
                       pack_cell(round.epoch(), shared.sent[peer], tag));
   });
-  if (round.has_pulled != 0 && !has_failed) tell_pulled(args, cta, round.epoch());
+  if (round.has_pulled != 0 && !has_failed) tell_pulled<Config>(args, cta, round.epoch());
   if (has_failed) report_left_out(args, cta, round.epoch());
   if (round.is_repeated()) report_repeated(args, cta, round.epoch());
   if (round.has_pulled != 0 && args.active_ranks != 0 && !has_failed) {

@@ -120,6 +120,8 @@ struct RuntimeConfig {
   static constexpr int kUnitDataBytes = 14;
   // Whether combine gets rows by the copies of tma.h: 0, as on the host, or 1.
   static constexpr int kTma = 0;
+  // Whether cells are signalled by stores that do not hold their thread (memory_order.h).
+  static constexpr bool kAsyncRelease = false;
 };
 
 }  // namespace moe_nvlink

@@ -38,6 +38,19 @@ HD void store_release_sys(uint64_t* address, uint64_t value) {
   MOE_NVLINK_HOST_ONLY(std::atomic_ref<uint64_t>(*address).store(value, std::memory_order_release);)
 }
 
+// The same, but the thread goes on before what it has done has arrived: what comes after may overtake
+// the word, as it may overtake that of any release. GPUs before sm_100 and the host have no such
+// store and take the one above.
+HD void store_async_release_sys(uint64_t* address, uint64_t value) {
+  if constexpr (kHasAsyncRelease) {
+    MOE_NVLINK_DEVICE_ONLY(asm volatile("st.async.release.sys.global.b64 [%0], %1;" : : "l"(
+                                            __cvta_generic_to_global(address)),
+                                        "l"(value) : "memory");)
+  } else {
+    store_release_sys(address, value);
+  }
+}
+
 // Stores a whole word without order: a fault word for the host, or a cell that a peer polls for its
 // count.
 HD void store_relaxed_sys(uint64_t* address, uint64_t value) {

@@ -44,22 +44,26 @@ HD void for_each_row_and_peer(const Args& args, const Cta& cta, int num_rows, co
 }
 
 // Stores the peer's copy of this rank's cell in `cells`.
-template <class Args>
+template <class Config, class Args>
 HD void signal_peer(const Args& args, uint32_t cells, int peer, uint64_t cell) {
   // P1, P3, P6, P8, P11, P12, release: what this rank has put, written and read comes before the cell. That
   // holds for the kernels before this one too, which pdl_wait orders: P3 covers the experts' rows,
   // and the experts' reads of the receive buffers before the peer's next dispatch.
   // Without it the peer may see the new epoch and old rows, words or logits.
-  store_release_sys(cell_of(args, peer, cells, rank_in(args.geometry)), cell);
-  MOE_NVLINK_HOST_ONLY(host::wake_sleepers(cell_of(args, peer, cells, rank_in(args.geometry)),
-                                           sleepers_of(args, peer));)
+  uint64_t* address = cell_of(args, peer, cells, rank_in(args.geometry));
+  if constexpr (Config::kAsyncRelease) {
+    store_async_release_sys(address, cell);
+  } else {
+    store_release_sys(address, cell);
+  }
+  MOE_NVLINK_HOST_ONLY(host::wake_sleepers(address, sleepers_of(args, peer));)
 }
 
 // Stores one cell to every peer that takes part. One CTA.
-template <class Args>
+template <class Config, class Args>
 HD void signal_peers(const Args& args, const Cta& cta, uint32_t cells, uint64_t cell) {
   for_each_peer(args, cta, [&](int peer) {
-    if (is_active(args, peer)) signal_peer(args, cells, peer, cell);
+    if (is_active(args, peer)) signal_peer<Config>(args, cells, peer, cell);
   });
 }
 

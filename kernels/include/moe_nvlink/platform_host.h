@@ -272,6 +272,7 @@ inline FloatRegister reciprocal_for_fp4(FloatRegister values) {
 
 constexpr bool kHasFp8Conversions = false;
 constexpr bool kHasFp4Conversions = false;
+constexpr bool kHasAsyncRelease = false;
 inline uint32_t e4m3_pair_of_floats(float, float) {
   return 0;
 }

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll
+from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, driver
 from moe_nvlink_plugin.choices import TODAY, Choices, Value
 from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
 from moe_nvlink_plugin.exchange import tuning
@@ -22,8 +22,10 @@ from moe_nvlink_plugin.exchange.tuning import Layer, Machine, Tuning
 from moe_nvlink_plugin.groups import as_group
 from moe_nvlink_plugin.tools import cli, tune
 from moe_nvlink_plugin.verify import trial
+from moe_nvlink_plugin.verify.plan import plan
 from moe_nvlink_plugin.verify.search import Found
 from moe_nvlink_plugin.verify.ways import Batch
+from tests.core.verify.test_checks import GEOMETRY
 from tests.support.programs import python
 from tests.support.ranks import run_processes
 
@@ -191,8 +193,20 @@ def test_candidates_are_those_that_differ(monkeypatch: pytest.MonkeyPatch) -> No
     assert "tma_sms" not in names(config(max_sms=33), CUDA)
     assert "tma_sms" not in names(config(max_sms=16, combine="fp8_block"), CUDA)
     assert names(config(max_sms=16), CUDA)["tma_sms"] == (0, 32)
+    assert "async_release" not in on_gpus
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert "host_threads" not in names(config(), CPU)
+
+
+@pytest.mark.parametrize(("capability", "has_it"), [((9, 0), False), ((10, 0), True)])
+def test_gpus_without_the_asynchronous_release_have_no_such_choice(
+    capability: tuple[int, int], has_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "unavailable", lambda: None)
+    monkeypatch.setattr(driver, "device", lambda index: mock.Mock(capability=capability))
+    assert ("async_release" in names(config(), CUDA)) == has_it
+    checks = {check.name for check in plan(GEOMETRY, CUDA, quick=False)}
+    assert ("small batches, asynchronous signals" in checks) == has_it
 
 
 def test_what_a_variable_says_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, self_check
-from moe_nvlink_plugin.choices import Choices
+from moe_nvlink_plugin.choices import TODAY, Choices
 from moe_nvlink_plugin.errors import ConfigError, DisagreementError, SelfCheckError
 from moe_nvlink_plugin.exchange.sizes import gets_by_tma
 from moe_nvlink_plugin.exchange.tuning import Layer, Machine, Tuning, save
@@ -153,11 +153,12 @@ def test_its_exchanges_have_the_builds_of_the_layer(
     is_file: bool, tma_sms: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOE_NVLINK_MAX_SMS", "16")
-    chosen: str | Choices = Choices(tma_sms=tma_sms)
+    choices = Choices(tma_sms=tma_sms, async_release=True, combine_threads=128)
+    chosen: str | Choices = choices
     if is_file:
         layer = Layer.of(CONFIG, MoeAllToAll.check(CONFIG).name)
         machine = Machine.here(torch.device("cpu"), CONFIG.ep_size)
-        save(str(tmp_path / "tuned.json"), Tuning(machine, {layer: Choices(tma_sms=tma_sms)}))
+        save(str(tmp_path / "tuned.json"), Tuning(machine, {layer: choices}))
         chosen = str(tmp_path / "tuned.json")
     made = mock.Mock(wraps=MoeAllToAll.create)
     monkeypatch.setattr(MoeAllToAll, "create", made)
@@ -165,6 +166,8 @@ def test_its_exchanges_have_the_builds_of_the_layer(
     by_tma = [gets_by_tma(call.args[0]) for call in made.call_args_list]
     assert len(by_tma) >= 2
     assert set(by_tma) == {tma_sms == 32}
+    expected = dataclasses.replace(choices, combine_threads=TODAY.combine_threads)
+    assert {call.args[0].choices for call in made.call_args_list} == {expected}
 
 
 @pytest.mark.parametrize("leaving", [(), (1,), (0, 1)])

@@ -99,7 +99,7 @@ PLACES = (
     ),
     Place(
         "between the signals of combine",
-        ("    if (is_active(args, peer)) signal_peer(args, cells, peer, cell);\n",),
+        ("    if (is_active(args, peer)) signal_peer<Config>(args, cells, peer, cell);\n",),
         4,
     ),
     Place(

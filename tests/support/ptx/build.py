@@ -38,6 +38,7 @@ SCOPES = ("none", "cta", "cluster", "gpu", "sys")
 KINDS = (
     "load",
     "store",
+    "async_store",
     "atomic",
     "fence",
     "barrier",

@@ -267,13 +267,16 @@ def _st(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
     kind = modifiers.type()
     modifiers.hints()
+    is_async = modifiers.has("async")
     space, order, scope = _memory(modifiers)
+    if is_async and (space, order) != ("kGlobal", "kRelease"):
+        raise modifiers.error("st.async is a release in global memory only")
     modifiers.one_of("v2", "v4", "v8")
     modifiers.end()
     raw = f"b{bits(kind)}"
     values = [context.value(each, raw) for each in elements(instruction.operands[1])]
     place = _place(context, instruction.operands[0], space)
-    site = context.site("kStore", order, scope)
+    site = context.site("kAsyncStore" if is_async else "kStore", order, scope)
     begin = f"{{ const {unsigned(kind)} v[] = {{{', '.join(values)}}}; "
     access = f"<{unsigned(kind)}, {len(values)}>(t, {site}, {place}"
     body = f"{begin}store{access}, v); }}"

@@ -406,9 +406,7 @@ def slow_at(line: str) -> host.HostLibrary:
 SLOW = {
     "random": delays.randomly_delayed,
     "before it sends": lambda: slow_at("  if (role.sends()) send_rows<"),
-    "before it signals": lambda: slow_at(
-        "  if (role.publishes() && !round.has_failed) publish_combined("
-    ),
+    "before it signals": lambda: slow_at("    publish_combined<"),
     "before it receives": lambda: slow_at("  int token = share / plan.parts;\n"),
 }
 

@@ -11,6 +11,7 @@ enum class Space : uint8_t { kGlobal, kShared, kLocal, kParam };
 enum class Kind : uint8_t {
   kLoad,
   kStore,
+  kAsyncStore,
   kAtomic,
   kFence,
   kBarrier,      // bar.sync

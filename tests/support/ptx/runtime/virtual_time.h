@@ -310,6 +310,16 @@ void store(Thread& thread, const Access& access) {
   note_mirrors(machine_clock(thread), access);
 }
 
+// Leaves when a release would, while the thread goes on.
+void store_async(Thread& thread, const Access& access) {
+  const double now = thread.clock.now;
+  const uint32_t step = thread.clock.step;
+  release(thread, access.site->scope, access.site);
+  store(thread, access);
+  thread.clock.now = now;
+  thread.clock.step = step;
+}
+
 // Before the next thread runs: what has been stored is in memory.
 void mirror(MachineClock& clock) {
   for (const auto& [address, to, bytes] : clock.mirrored) {
@@ -484,6 +494,7 @@ void on_access(Thread& thread, const Access& access) {
   const bool releases = order == Order::kRelease || order == Order::kAcqRel || order == Order::kSc;
   const bool acquires = order == Order::kAcquire || order == Order::kAcqRel || order == Order::kSc;
   if (access.reads && !access.writes && order == Order::kWeak) return load_weak(thread, access);
+  if (site->kind == Kind::kAsyncStore) return store_async(thread, access);
   if (access.writes && releases) release(thread, site->scope, site);
   if (!access.reads) return store(thread, access);
   const Step step = access.writes ? atomic(thread, access) : load_ordered(thread, access);
