@@ -55,8 +55,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     build = LAYER.variant(top_k=6).build(SMALL_DISPATCH, pdl=False)
     assert out == dump_source.text(build, "sm_100a")
     first = (
-        "// small_dispatch top_k=6 dtype=bf16 recipe=none expert_counts=no units=14 pdl=no "
-        "for sm_100a\n"
+        "// small_dispatch top_k=6 dtype=bf16 recipe=none expert_counts=no units=14 "
+        "async_release=no pdl=no for sm_100a\n"
     )
     assert out.startswith(first)
     assert "  if constexpr (false) pdl_wait();\n" in out

@@ -59,12 +59,12 @@ def test_builds_of_a_geometry() -> None:
     # As a layer asks for them: rows as they come, rows by its recipe, and its combine.
     codes = [(build.kernel.name, *build.values) for build in geometry.builds(pdl=True)]
     assert codes == [
-        ("dispatch", 8, 0, 0, 0, 0, 1),
-        ("dispatch", 8, 0, 1, 0, 0, 1),
-        ("combine", 8, 0, 2, 0, 1),
-        ("small_dispatch", 8, 0, 0, 0, 14, 1),
-        ("small_dispatch", 8, 0, 1, 0, 14, 1),
-        ("small_combine", 8, 0, 14, 1),
+        ("dispatch", 8, 0, 0, 0, 0, 0, 1),
+        ("dispatch", 8, 0, 1, 0, 0, 0, 1),
+        ("combine", 8, 0, 2, 0, 0, 1),
+        ("small_dispatch", 8, 0, 0, 0, 14, 0, 1),
+        ("small_dispatch", 8, 0, 1, 0, 14, 0, 1),
+        ("small_combine", 8, 0, 14, 0, 1),
         ("meet", 1),
     ]
     of_head = precompile.parse_geometry("lm_head,dtype=fp32").builds(pdl=True)
