@@ -94,8 +94,8 @@ class Choices:
         (False, True),
         GPU,
         "whether ranks signal each other by st.async.release, which does not hold its thread until "
-        "all before it has arrived; GPUs before sm_100 lack it, and there it changes nothing "
-        "(modelled). Each value has its builds of the kernels",
+        "all before it has arrived (modelled). Only sm_100 and sm_103 have such a store; elsewhere "
+        "it changes nothing. Each value has its builds of the kernels",
     )
     dispatch_threads: int = _choice(
         256,

@@ -176,12 +176,15 @@ def device(index: int) -> Device:
 
 
 def has_async_release(index: int) -> bool:
-    """Return whether GPU `index` has st.async.release; False if this process has no driver. Local.
+    """Return whether GPU `index` has a store that does not hold its thread (st.async.release).
+
+    Local. False if this process has no driver. GPUs of compute capability 12 take the PTX, but for
+    them it becomes the code of st.release.
 
     Raises:
         DriverError: there is no such device.
     """
-    return unavailable() is None and device(index).capability >= (10, 0)
+    return unavailable() is None and device(index).capability[0] == 10
 
 
 def nvml_uuid(uuid: str) -> str:

@@ -98,6 +98,7 @@ ASYNC_RELEASE = Axis(
     default="no",
     is_silent=True,
     placeholder="yes",
+    only_on=("sm_100a", "sm_103a"),
 )
 
 

@@ -37,6 +37,7 @@ class Axis:
         is_silent: whether a variant in words leaves out the default.
         always: values that every caller also loads, whatever value it asks for.
         placeholder: what help and errors write instead of a value.
+        only_on: architectures on which the code depends on it; (): all.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Axis:
     is_silent: bool = False
     always: tuple[int, ...] = ()
     placeholder: str = "N"
+    only_on: tuple[str, ...] = ()
 
     def code(self, value: int | str) -> int:
         """Return the value for its code or for the name that a user writes; "08" is "8". Local.

@@ -134,7 +134,7 @@ def _presets() -> str:
 def _choices() -> str:
     """Return what may stand for each placeholder of a geometry that stands for a name."""
     axes = dict.fromkeys(axis for family in FAMILIES for axis in family.axes)
-    named = [axis for axis in axes if axis.default is not None]
+    named = [axis for axis in axes if axis.default is not None and axis.placeholder != "yes"]
     return ", ".join(f"{axis.placeholder} is one of {', '.join(axis.choices())}" for axis in named)
 
 

@@ -52,16 +52,19 @@ def default_geometries() -> list[Variant]:
     return [*PRESETS.values(), *families_without_model()]
 
 
-def kinds() -> list[Variant]:
+def kinds(architecture: str) -> list[Variant]:
     """Return each kind of kernel, layers in DeepSeek-V3's geometry, the commonest one.
 
     The first kind sends rows as they are. Then follow one kind for each recipe, one for each format
     of combine, and the families that need no model.
+
+    Args:
+        architecture: on which the code of each kind is another one.
     """
     common = PRESETS["deepseek-v3"]
     found = {common: None}
     for axis in common.family.axes:
-        if axis.is_silent:
+        if axis.is_silent and (not axis.only_on or architecture in axis.only_on):
             found |= {common.instead(**{axis.name: name}): None for name in axis.choices()}
     return [*found, *families_without_model()]
 

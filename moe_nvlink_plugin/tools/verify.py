@@ -21,7 +21,7 @@ from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError, PeerError
 from moe_nvlink_plugin.groups import Group, refuse_differences
 from moe_nvlink_plugin.verify import table
 from moe_nvlink_plugin.verify.checks import Check, is_mismatch
-from moe_nvlink_plugin.verify.plan import Geometry, plan, unsuited
+from moe_nvlink_plugin.verify.plan import Geometry, has_async_release, plan, unsuited
 from moe_nvlink_plugin.version import own_version
 
 from . import ranks, tune
@@ -104,6 +104,7 @@ def _verified(options: Options, group: Group, device: torch.device) -> int:
     own = dataclasses.replace(options, output=None)
     told = {name: str(value) for name, value in dataclasses.asdict(own).items()}
     told |= {"version": own_version(), "MOE_NVLINK_TUNING": "set" if env.tuning() else "unset"}
+    told["a GPU with st.async.release"] = str(has_async_release(device))
     refuse_differences(group.all_gather_object(told))
     geometry = _geometry(options, group.size, device)
     say = ranks.voice(group.rank)

@@ -106,6 +106,11 @@ def _mixed(large: Case) -> Rounds:
     return Rounds(name=_MIXED, case=large, rounds=12, small_tokens=most, bounds=bounds)
 
 
+def has_async_release(device: torch.device) -> bool:
+    """Return whether the plan has rounds with such signals. Local; ranks must not differ."""
+    return device.type == "cuda" and driver.has_async_release(device.index or 0)
+
+
 def _on_gpus(large: Case, small: Case, device: torch.device) -> Iterator[Rounds]:
     for case in (large, small):
         yield Rounds(name=f"{case.name}, CUDA graph", case=case, rounds=12, captured=True)
@@ -115,7 +120,7 @@ def _on_gpus(large: Case, small: Case, device: torch.device) -> Iterator[Rounds]
         yield Rounds(name=f"{large.name}, combine by TMA", case=by_tma, rounds=12)
     leaving = dataclasses.replace(large, leave_sms=True)
     yield Rounds(name=f"{large.name}, leaving SMs", case=leaving, rounds=6, beside=True)
-    for case in (large, small) if driver.has_async_release(device.index or 0) else ():
+    for case in (large, small) if has_async_release(device) else ():
         signalling = dataclasses.replace(case, choices=TODAY.but("async_release", True))
         yield Rounds(name=f"{case.name}, asynchronous signals", case=signalling, rounds=12)
     for data_bytes in env.UNIT_DATA_BYTES:

@@ -19,12 +19,12 @@ from moe_nvlink_plugin.plugins import find_recipe
 
 from .cases import RECIPES, with_formats
 from .checks import Check, Rounds
-from .plan import Geometry, plan
+from .plan import Geometry, has_async_release, plan
 
 #: Most tokens of a rank: in a quick check, and in a full one.
 _QUICK_TOKENS, _FULL_TOKENS = 16, 64
 #: Choices with builds of the kernels of their own that hold for any number of tokens.
-_OF_KERNELS = ("tma_sms", "async_release")
+_OF_KERNELS = ("pdl", "tma_sms", "async_release")
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ def self_check(
     names = ("recipe", "combine", "small_tokens")
     given = {"level": level} | {name: str(getattr(config, name)) for name in names}
     given["tuning"] = "given" if config.tuning else "none"
+    given["a GPU with st.async.release"] = str(has_async_release(here))
     refuse_differences(ranks.all_gather_object(given))
     if level not in SELF_CHECKS:
         raise ConfigError(f"level={level!r} is not one of {', '.join(SELF_CHECKS)}")

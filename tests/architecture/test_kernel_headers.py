@@ -82,12 +82,14 @@ def test_ordered_accesses_stand_in_one_header() -> None:
 def test_each_access_is_named_after_its_instruction() -> None:
     text = cpp.plain((INCLUDE / "moe_nvlink" / "memory_order.h").read_text(encoding="utf-8"))
     operations = {"ld": "load", "st": "store", "atom": "fetch_add", "red": "add"}
+    operations["st_async"] = "store_async"
     named = {}
     for function in cpp.functions(text):
         body = text[function.start : function.end]
         instruction = re.search(r"asm\s+volatile.*?\b((?:ld|st|atom|red)[.]\S+)", body, re.DOTALL)
         if instruction:
-            operation, order, scope, _space, *rest = instruction[1].split(".")
+            name = instruction[1].replace("st.async", "st_async", 1)
+            operation, order, scope, _space, *rest = name.split(".")
             words = "words_" if "v2" in rest else "long_word_" if "b128" in rest else ""
             named[function.name] = f"{operations[operation]}_{words}{order}_{scope}"
     assert len(named) >= 8

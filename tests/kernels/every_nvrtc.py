@@ -156,8 +156,10 @@ LISTS: dict[str, Callable[[], list[Kernel]]] = {
 
 
 def kinds() -> list[Variant]:
-    """Of layers: rows as they come, and each other value of an axis."""
-    return [kind for kind in precompile.kinds() if kind.family is LAYER]
+    """Of layers: rows as they come, and each other value of an axis, also where it changes nothing:
+    a user may choose it there.
+    """
+    return [kind for kind in precompile.kinds("sm_100a") if kind.family is LAYER]
 
 
 def _layers() -> Iterator[Kernel]:
@@ -243,7 +245,8 @@ def _emulated_others() -> Iterator[Kernel]:
 
 def _with(text: Callable[..., str], geometry: Variant) -> Callable[[], str]:
     codes = geometry.codes()
-    values = {name: codes[name] for name in ("combine", "expert_counts", "ordered_slots", "units")}
+    names = ("combine", "expert_counts", "ordered_slots", "units", "async_release")
+    values = {name: codes[name] for name in names}
     return functools.partial(text, quantiser=codes["recipe"], **values)
 
 
@@ -259,6 +262,8 @@ def _family(geometry: Variant) -> str:
         return "ordered slots"
     if codes["tma"]:
         return "combine by TMA"
+    if codes["async_release"]:
+        return "asynchronous signals"
     if codes["units"] != env.UNIT_DATA_BYTES[0]:
         return f"units of {codes['units']} bytes"
     combine = COMBINE_FORMAT.word(codes["combine"])

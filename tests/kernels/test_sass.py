@@ -18,7 +18,9 @@ from typing import Any
 
 import pytest
 
+from moe_nvlink_plugin import driver
 from moe_nvlink_plugin.exchange.kernels import (
+    ASYNC_RELEASE,
     COMBINE,
     DISPATCH,
     LAYER,
@@ -477,7 +479,7 @@ NOT_FUSED = has({"FMUL": at_least(1), r"FFMA|HFMA2\.BF16": 0})
 WIDE_DISPATCH = has({WIDE_LOAD: at_least(1), WIDE_STORE: top_k_and_more})
 WIDE_COMBINE = has({WIDE_LOAD: top_k_and_more, WIDE_STORE: at_least(1)})
 #: The signal waits for no fence, where it otherwise does.
-ASYNC_RELEASE = has(
+HOLDS_NO_THREAD = has(
     {r"USTGR\.E\.NA\.64\.STRONG\.SYS": 1, r"MEMBAR\..*SYS": -1}, beside={"async_release": "no"}
 )
 #: P1; P1, P14, and P12 before the first token and in a CTA without tokens; P2, behind this CTA's
@@ -609,10 +611,15 @@ TABLE: tuple[tuple[list[Build], dict[str, Check]], ...] = (
     ),
     (
         [
-            Build(kernel, BLACKWELL, async_release="yes")
-            for kernel in (DISPATCH, COMBINE, SMALL_DISPATCH, SMALL_COMBINE)
+            *(
+                Build(kernel, BLACKWELL, async_release="yes")
+                for kernel in (DISPATCH, COMBINE, SMALL_DISPATCH, SMALL_COMBINE)
+            ),
+            Build(COMBINE, BLACKWELL, combine="fp8_block", async_release="yes"),
+            Build(COMBINE, BLACKWELL, tma="yes", async_release="yes"),
+            Build(SMALL_DISPATCH, BLACKWELL, expert_counts="yes", async_release="yes"),
         ],
-        {"resources": resources, "asynchronous release": ASYNC_RELEASE},
+        {"resources": resources, "holds no thread": HOLDS_NO_THREAD},
     ),
     (
         [*common(DISPATCH), *common(COMBINE)],
@@ -877,12 +884,24 @@ MUTANTS: tuple[tuple[str, Build, Edit, Check], ...] = (
         "fenced signal",
         Build(COMBINE, BLACKWELL, async_release="yes"),
         FENCED_SIGNAL,
-        ASYNC_RELEASE,
+        HOLDS_NO_THREAD,
     ),
     ("adds late", Build(SMALL_COMBINE), ADDS_LATE, adds_what_flies),
     ("relaxed", Build(SMALL_COMBINE), relaxed, SMALL_COMBINE_ORDER),
     ("releases", Build(COLLECT), COLLECT_RELEASES, COLLECT_ORDER),
 )
+
+
+@pytest.mark.parametrize("architecture", EVERY_ARCHITECTURE)
+def test_signals_that_hold_no_thread_are_code_of_some_architectures_only(
+    architecture: str,
+) -> None:
+    plain = Build(COMBINE, architecture)
+    other = dataclasses.replace(plain, async_release="yes")
+    is_other = architecture in ASYNC_RELEASE.only_on
+    assert (other.code().names != plain.code().names) == is_other
+    capabilities = {each for each, name in driver.ARCHITECTURES.items() if name == architecture}
+    assert {major == 10 for major, _minor in capabilities} == {is_other}
 
 
 def test_every_property_has_a_mutant() -> None:

@@ -726,6 +726,13 @@ def test_all_mutants_are_reported(name: str) -> None:
     check(GROUPS[name](), SEEDS)
 
 
+def test_what_the_choice_asks_for_are_asynchronous_signals() -> None:
+    """Each kernel of a layer has one."""
+    every = all_mutants(signalling())
+    assert {each.site.kind for each in every} == {"async_store"}
+    assert len({each.kernel.name for each in every}) == 4
+
+
 def test_pairs_are_those_of_the_protocol_page() -> None:
     numbered = re.findall(r"^\| (P\d+) \|", PROTOCOL_PAGE.read_text(), re.MULTILINE)
     assert sorted(PAIRS) == sorted(numbered)

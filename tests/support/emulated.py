@@ -211,6 +211,7 @@ class CudaBackend:
             formats["expert_counts"] = 1 if config.num_expert_counts else 0
             formats["ordered_slots"] = int(config.ordered_slots)
             formats["units"] = row_data_bytes(config)
+            formats["async_release"] = int(config.choices.async_release)
             if not post_quant:
                 recipe = find_recipe(config)
                 formats["quantiser"] = arguments.quantiser_code(recipe, config.hidden_size)

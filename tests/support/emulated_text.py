@@ -381,12 +381,14 @@ def device_source(
     expert_counts: int = 0,
     ordered_slots: int = 0,
     units: int = 14,
+    async_release: int = 0,
     small: bool = False,
 ) -> str:
     """moe_nvlink_emulated_dispatch and _combine for up to `count` ranks, nothing else.
 
     Args:
-        quantiser, combine, expert_counts, ordered_slots, units: as for specialised_source.
+        quantiser, combine, expert_counts, ordered_slots, units, async_release: as for
+            specialised_source.
         delays: sleeps sown in.
         fused: moe_nvlink_emulated_rounds instead.
         alone: moe_nvlink_emulated_quantise instead; needs a quantiser.
@@ -403,6 +405,7 @@ def device_source(
         expert_counts=expert_counts,
         ordered_slots=ordered_slots,
         units=units,
+        async_release=async_release,
         small=small,
     )
     if head:

@@ -39,8 +39,8 @@ HD void store_release_sys(uint64_t* address, uint64_t value) {
 }
 
 // The same, but the thread goes on before what it has done has arrived: what comes after may overtake
-// the word, as it may overtake that of any release. GPUs before sm_100 and the host have no such
-// store and take the one above.
+// the word, as it may overtake that of any release. GPUs other than sm_100 and sm_103 have no such
+// store, nor has the host: they take the one above.
 HD void store_async_release_sys(uint64_t* address, uint64_t value) {
   if constexpr (kHasAsyncRelease) {
     MOE_NVLINK_DEVICE_ONLY(asm volatile("st.async.release.sys.global.b64 [%0], %1;" : : "l"(

@@ -151,12 +151,17 @@ HD void floats_of_e4m3_pair(uint32_t pair, float& first, float& second) {
       : "h"(static_cast<uint16_t>(pair)));
 }
 
-// The `a` and `f` forms of sm_100 and newer convert e2m1 too; sm_90a does it by arithmetic. They
-// also have st.async.release.
+// On sm_120 st.async.release becomes the code of st.release, and before sm_100 there is none.
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL)
+constexpr bool kHasAsyncRelease = true;
+#else
+constexpr bool kHasAsyncRelease = false;
+#endif
+
+// The `a` and `f` forms of sm_100 and newer convert e2m1 too; sm_90a does it by arithmetic.
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || \
     defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL)
 constexpr bool kHasFp4Conversions = true;
-constexpr bool kHasAsyncRelease = true;
 
 // Eight values: the first in the lowest four bits.
 HD uint32_t e2m1_of_8_floats(const float* values) {
@@ -190,7 +195,6 @@ HD void floats_of_8_e2m1(uint32_t codes, float* values) {
 }
 #else
 constexpr bool kHasFp4Conversions = false;
-constexpr bool kHasAsyncRelease = false;
 HD uint32_t e2m1_of_8_floats(const float*) {
   return 0;
 }

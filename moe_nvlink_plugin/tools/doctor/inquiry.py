@@ -382,7 +382,7 @@ def _shared_memory() -> Found:
 def _kernels(gpus: Gpus) -> Kernels:
     """Compile what the cache lacks, several builds at once: NVRTC works in several threads."""
     needed = sorted({gpu.architecture for gpu in gpus.devices if gpu.architecture})
-    pairs = [(name, kind) for name in needed for kind in precompile.kinds()]
+    pairs = [(name, kind) for name in needed for kind in precompile.kinds(name)]
     try:
         answers = [_compiled(outcome) for outcome in _outcomes(pairs, env.pdl())]
     except ConfigError as error:  # MOE_NVLINK_PDL; among the bad variables too

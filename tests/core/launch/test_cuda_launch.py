@@ -331,19 +331,21 @@ def test_verbs_beside_their_caller_leave_sms(
 
 
 @pytest.mark.parametrize(
-    ("settings", "by_tma"),
+    ("settings", "named"),
     [
-        ({"leave_sms": True}, True),
-        ({"max_sms": 32}, True),
-        ({"leave_sms": True, "combine": "fp8_block"}, False),
-        ({"leave_sms": True, "tuning": Choices(tma_sms=0)}, False),
-        ({"max_sms": 33}, False),
+        ({"leave_sms": True}, ",tma=yes"),
+        ({"max_sms": 32}, ",tma=yes"),
+        ({"leave_sms": True, "combine": "fp8_block"}, ",combine=fp8_block"),
+        ({"leave_sms": True, "tuning": Choices(tma_sms=0)}, ""),
+        ({"max_sms": 33}, ""),
+        ({"tuning": Choices(async_release=True)}, ",async_release=yes"),
     ],
     ids=str,
 )
-def test_builds_that_have_to_be_named(settings: dict[str, Any], by_tma: bool) -> None:
+def test_builds_that_have_to_be_named(settings: dict[str, Any], named: str) -> None:
     (group,) = ThreadGroup.ranks(1)
-    assert ("tma=yes" in str(variant(config(group, **settings), 0))) == by_tma
+    plain = str(variant(config(group), 0))
+    assert str(variant(config(group, **settings), 0)) == plain + named
 
 
 def launches_of_many_tokens() -> tuple[Any, ...]:

@@ -198,7 +198,9 @@ def test_candidates_are_those_that_differ(monkeypatch: pytest.MonkeyPatch) -> No
     assert "host_threads" not in names(config(), CPU)
 
 
-@pytest.mark.parametrize(("capability", "has_it"), [((9, 0), False), ((10, 0), True)])
+@pytest.mark.parametrize(
+    ("capability", "has_it"), [((9, 0), False), ((10, 3), True), ((12, 0), False)]
+)
 def test_gpus_without_the_asynchronous_release_have_no_such_choice(
     capability: tuple[int, int], has_it: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,7 +93,7 @@ def of_verify() -> None:
     for check in plan(geometry, torch.device("cuda"), quick=False):
         assert isinstance(check, Rounds | Head), check
         of_config(check.case.config(0) if isinstance(check, Rounds) else check.config)
-    for kind in precompile.kinds():
+    for kind in precompile.kinds("sm_90a"):
         product(kind)
 
 
