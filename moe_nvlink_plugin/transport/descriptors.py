@@ -183,7 +183,12 @@ class _Taker:
         try:
             connection.settimeout(_left(self._deadline))
             peer, count = self._hello(connection, waiting)
-            _take(connection, peer, count, descriptors)
+            try:
+                _take(connection, peer, count, descriptors)
+            except ConnectionError as error:  # it was killed before the answer reached it
+                raise TransportError(
+                    f"rank {peer} went away while it sent its descriptors; look at its log"
+                ) from error
             if not self.errors:
                 self._receive(peer, descriptors)
         except _UnknownSenderError:

@@ -334,6 +334,28 @@ def test_a_rank_that_takes_and_then_goes(tmp_path: Path) -> None:
     assert_says("rank(s) 1 did not send", outcome)
 
 
+def test_a_rank_that_sends_and_is_killed_before_the_answer(tmp_path: Path) -> None:
+    def rank_main(group: ThreadGroup) -> Any:
+        if group.rank == 0:
+            return exchange(group, tmp_path, timeout_s=50.0)
+        listener, mine = Listener(), files_of(1, 1, tmp_path)
+        to_rank_0, _own = group.all_gather_object(listener.address)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect(to_rank_0.name)
+            connection.send(descriptors._HELLO.pack(to_rank_0.secret, 1, 1))
+            socket.send_fds(connection, [b"."], mine)
+            connection.shutdown(socket.SHUT_RD)
+        os.close(mine[0])
+        listener.close()
+        return None
+
+    start = time.monotonic()
+    outcome, nothing = try_ranks(2, rank_main)
+    assert nothing is None
+    assert time.monotonic() - start < 10
+    assert_says("rank 1 went away while it sent its descriptors", outcome)
+
+
 _TOO_MANY = """
 import os, resource, sys
 from pathlib import Path
