@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from moe_nvlink_plugin import HeadConfig, driver, env
-from moe_nvlink_plugin.choices import TODAY
+from moe_nvlink_plugin.choices import TODAY, Choices
 from moe_nvlink_plugin.config import ACTIVATION_DTYPES
 from moe_nvlink_plugin.exchange.sizes import gets_by_tma
 
@@ -37,6 +37,8 @@ _FEW_SMS = 16
 _MANY_IDS = 3 * 16 * 1024
 
 _MIXED = "large and small in turn"
+#: By whether they hold no thread.
+_SIGNALS = {False: "ordinary signals", True: "asynchronous signals"}
 
 #: Rows of the vocabulary for each rank of the head's check. The kernels know no other size of it.
 _VOCABULARY = 1024
@@ -54,6 +56,7 @@ class Geometry:
         max_tokens: most tokens of a rank in the checks with the kernels for large batches.
         dtype: of activations.
         timeout_s: seconds that a rank waits for another one.
+        choices: of the launches, in every check.
     """
 
     ep_size: int
@@ -63,6 +66,7 @@ class Geometry:
     max_tokens: int
     dtype: torch.dtype = torch.bfloat16
     timeout_s: float = 20.0
+    choices: Choices = TODAY
 
     def case(self, name: str, capacity: int, device: torch.device) -> Case:
         """Return a case of this geometry."""
@@ -76,6 +80,7 @@ class Geometry:
             dtype=self.dtype,
             routing="invalid",
             timeout_s=self.timeout_s,
+            choices=self.choices,
             # Large batches keep a source's order with one CTA only, and a GPU takes many.
             num_threads=1 if device.type == "cpu" else 2,
         )
@@ -121,8 +126,9 @@ def _on_gpus(large: Case, small: Case, device: torch.device) -> Iterator[Rounds]
     leaving = dataclasses.replace(large, leave_sms=True)
     yield Rounds(name=f"{large.name}, leaving SMs", case=leaving, rounds=6, beside=True)
     for case in (large, small) if has_async_release(device) else ():
-        signalling = dataclasses.replace(case, choices=TODAY.but("async_release", True))
-        yield Rounds(name=f"{case.name}, asynchronous signals", case=signalling, rounds=12)
+        is_async = not case.choices.async_release
+        other = dataclasses.replace(case, choices=case.choices.but("async_release", is_async))
+        yield Rounds(name=f"{case.name}, {_SIGNALS[is_async]}", case=other, rounds=12)
     for data_bytes in env.UNIT_DATA_BYTES:
         if data_bytes != small.config(0).unit_data_bytes:
             other = dataclasses.replace(small, unit_data_bytes=data_bytes)

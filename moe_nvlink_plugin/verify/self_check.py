@@ -102,6 +102,7 @@ def _checks(config: AllToAllConfig, device: torch.device, *, is_full: bool) -> l
         max_tokens=min(most, config.max_tokens_per_rank),
         dtype=config.dtype,
         timeout_s=_timeout_s(config),
+        choices=_of_file(config.choices),
     )
     if is_full:
         return plan(geometry, device, quick=False)
@@ -144,7 +145,6 @@ def _quick(geometry: Geometry, config: AllToAllConfig, device: torch.device) -> 
                 unit_data_bytes=config.unit_data_bytes,
                 max_sms=config.max_sms,
                 leave_sms=config.leave_sms,
-                choices=_of_file(config.choices),
             )
             rounds = Rounds(name=case.name, case=case, rounds=3, small_tokens=small_tokens)
             if case.hidden_size != geometry.hidden_size:

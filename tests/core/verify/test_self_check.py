@@ -170,6 +170,13 @@ def test_its_exchanges_have_the_builds_of_the_layer(
     assert {call.args[0].choices for call in made.call_args_list} == {expected}
 
 
+def test_every_round_of_a_full_check_has_the_builds_of_the_layer() -> None:
+    chosen = Choices(async_release=True, pdl=False)
+    config = dataclasses.replace(CONFIG, tuning=chosen.but("combine_threads", 128))
+    checks = _checks(config, torch.device("cpu"), is_full=True)
+    assert {each.case.choices for each in checks if isinstance(each, Rounds)} == {chosen}
+
+
 @pytest.mark.parametrize("leaving", [(), (1,), (0, 1)])
 def test_it_has_the_verbs_of_a_layer_that_leaves_sms(
     leaving: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
