@@ -269,8 +269,8 @@ def _st(context: Context, instruction: Instruction) -> str:
     modifiers.hints()
     is_async = modifiers.has("async")
     space, order, scope = _memory(modifiers)
-    if is_async and (space, order) != ("kGlobal", "kRelease"):
-        raise modifiers.error("st.async is a release in global memory only")
+    if is_async and (space, order, kind) != ("kGlobal", "kRelease", "b64"):
+        raise modifiers.error("st.async is a release of a word in global memory only")
     modifiers.one_of("v2", "v4", "v8")
     modifiers.end()
     raw = f"b{bits(kind)}"
@@ -280,6 +280,8 @@ def _st(context: Context, instruction: Instruction) -> str:
     begin = f"{{ const {unsigned(kind)} v[] = {{{', '.join(values)}}}; "
     access = f"<{unsigned(kind)}, {len(values)}>(t, {site}, {place}"
     body = f"{begin}store{access}, v); }}"
+    if is_async:
+        body = f"{begin}store_async(t, {site}, {place}, v); }}"
     if order == "kWeak" or len(values) == 1:
         return _pause_before(context, space, order) + body
     parts = [f"{begin}store_part{access}, {n}, v); }}" for n in range(len(values))]

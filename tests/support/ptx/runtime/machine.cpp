@@ -155,7 +155,18 @@ void begin_all(Machine& machine, Rank& rank) {
   }
 }
 
+void let_come(Machine& machine, size_t number) {
+  const LateWord word = machine.late_words[number];
+  machine.late_words[number] = machine.late_words.back();
+  machine.late_words.pop_back();
+  __atomic_store_n(word.address, word.value, __ATOMIC_RELEASE);
+  machine.progress();
+}
+
 void end_launch(Machine& machine, Rank& rank) {
+  for (size_t i = machine.late_words.size(); i-- > 0;) {
+    if (machine.late_words[i].launch == rank.stream.front().get()) let_come(machine, i);
+  }
   races::on_launch_end(*rank.stream.front());
   clocks::on_launch_end(*rank.stream.front());
   const std::unique_ptr<Launch> ended = std::move(rank.stream.front());
@@ -521,8 +532,15 @@ void take_turn(Machine& machine) {
 void run(Machine& machine) {
   for (Rank& rank : machine.ranks) begin_all(machine, rank);
   while (!machine.ready.empty() || !machine.copies.empty() || machine.wake_late()) {
-    // A copy for about as many turns as there are threads.
+    // A copy or a word for about as many turns as there are threads.
     const size_t turns = machine.ready.size() + 1;
+    if (!machine.late_words.empty()) {
+      const size_t number = machine.random() % turns;
+      if (number < machine.late_words.size()) {
+        let_come(machine, number);
+        continue;
+      }
+    }
     if (!machine.copies.empty() && machine.random() % turns < machine.copies.size()) {
       land_one(machine);
     } else if (!machine.ready.empty()) {
@@ -618,6 +636,7 @@ static const char* guarded(ptx_machine* machine, void (*body)(ptx_machine*)) {
   }
   machine->machine.ready.clear();
   machine->machine.copies.clear();
+  machine->machine.late_words.clear();
   machine->machine.late.clear();
   for (ptx::Rank& rank : machine->machine.ranks) {
     rank.stream.clear();

@@ -110,6 +110,13 @@ struct Copy {
   CopyRaces races;
 };
 
+// A word of st.async that nobody sees yet.
+struct LateWord {
+  const Launch* launch;
+  uint64_t* address;
+  uint64_t value;
+};
+
 struct Thread {
   uint32_t pc = 0;
   int rank = 0;
@@ -203,6 +210,7 @@ struct Machine {
   std::vector<Thread*> ready;
   std::vector<Thread*> late;  // would be ready, but are of the late CTA
   std::vector<Copy> copies;   // on their way
+  std::vector<LateWord> late_words;
   uint64_t timer_ns = 1'000'000'000;
   MachineRaces races;
   MachineClock clock;
@@ -403,6 +411,19 @@ inline void store_part(Thread& thread, Site& site, Space space, bool generic, ui
   check_vector(thread, site, address, sizeof(Element) * kCount);
   store<Element, 1>(thread, site, space, generic, address + number * sizeof(Element),
                     values + number);
+}
+
+// The word comes at any time before the end of its kernel. Where races are looked for it comes at once,
+// because a thread that has not seen it has not learnt from it; the clock has times of its own.
+inline void store_async(Thread& thread, Site& site, Space space, bool generic, uint64_t address,
+                        const uint64_t* value) {
+#if PTX_RACES || PTX_CLOCK
+  store<uint64_t, 1>(thread, site, space, generic, address, value);
+#else
+  const Access access{address, sizeof(uint64_t), space, false, true, &site, nullptr};
+  auto* to = reinterpret_cast<uint64_t*>(reach(thread, access, generic));
+  thread.machine->late_words.push_back({thread.launch, to, *value});
+#endif
 }
 
 // `combine(before)` is what the word becomes; returns what it was.
