@@ -102,13 +102,9 @@ def compares_with_vectors(symbols: dict[str, str]) -> bool:
     return sum(len(VECTOR_MAX.findall(one)) for one in code) >= 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("level", "widest"),
-    [
-        ("x86-64", "xmm"),
-        pytest.param("x86-64-v3", "ymm", marks=pytest.mark.long),
-        ("x86-64-v4", "zmm"),
-    ],
+    ("level", "widest"), [("x86-64", "xmm"), ("x86-64-v3", "ymm"), ("x86-64-v4", "zmm")]
 )
 def test_a_build_is_for_its_processor(level: str, widest: str) -> None:
     """Or the tests below would look at the same code several times."""

@@ -1,8 +1,8 @@
 """Every kind of kernel for GPUs compiles with the oldest NVRTC that pyproject.toml allows, and with
 this environment's, which is the newest in a new environment. Compiled, not run.
 
-Here for the oldest architecture and the newest: a kind that one release compiles for one of them,
-the other compiles for the other. Behind the marker `long`, both compile all of it for both.
+Here the oldest compiles a kernel of each family, and this environment's each kind for the oldest
+architecture or the newest. Behind the marker `long`, both compile all of it for both architectures.
 every_nvrtc.py compiles for all architectures, with every release.
 """
 
@@ -12,6 +12,7 @@ import itertools
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,9 @@ def test_messages_name_the_oldest() -> None:
     assert nvrtc.TRIED[0] == every_nvrtc.oldest()
 
 
-_ENDS = pytest.param("ends", marks=pytest.mark.long)
+def in_rotation(*names: str) -> list[Any]:
+    """Of the lists of every_nvrtc.py."""
+    return [pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 def check(release: Release, which: str) -> None:
@@ -49,14 +52,14 @@ def check(release: Release, which: str) -> None:
     assert len(release.outcomes) == len(every_nvrtc.LISTS[which]())
 
 
-@pytest.mark.parametrize("which", ["half", _ENDS])
+@pytest.mark.parametrize("which", ["few", *in_rotation("half", "ends")])
 def test_the_oldest_compiles_every_kind(which: str) -> None:
     release = every_nvrtc.compile_all(oldest_release(), which=which, time_limit_s=1700)
     assert every_nvrtc.oldest().startswith(f"{release.version}.")
     check(release, which)
 
 
-@pytest.mark.parametrize("which", ["other half", _ENDS])
+@pytest.mark.parametrize("which", ["other half", *in_rotation("ends")])
 def test_this_environments_compiles_every_kind(which: str) -> None:
     release = every_nvrtc.compile_all(None, which=which, time_limit_s=1700)
     assert release.version == nvrtc.version()

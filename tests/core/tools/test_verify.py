@@ -253,7 +253,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("launcher", [(), LAUNCHER], ids=["alone", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", [(), pytest.param(LAUNCHER, marks=pytest.mark.long)], ids=["alone", "torchrun"]
+)
 def test_ranks_that_crash_have_a_verdict(launcher: tuple[str, ...], tmp_path: Path) -> None:
     script = tmp_path / "crashing.py"
     script.write_text(CRASHING)

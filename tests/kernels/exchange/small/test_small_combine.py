@@ -150,7 +150,11 @@ def test_rows_that_end_within_a_unit(hidden_size: int, dtype: torch.dtype) -> No
     check_rounds(Case(tokens=(4, 0, 8), hidden_size=hidden_size, dtype=dtype))
 
 
-@pytest.mark.parametrize("flags", [emulated.FLAGS, FOUR_THREADS], ids=["one", "four threads"])
+@pytest.mark.parametrize(
+    "flags",
+    [emulated.FLAGS, pytest.param(FOUR_THREADS, marks=pytest.mark.long)],
+    ids=["one", "four threads"],
+)
 @pytest.mark.parametrize(("ctas", "senders"), [(2, 0), (2, 1), (5, 3), (7, 1), (3, 3)])
 def test_every_share_of_the_work(ctas: int, senders: int, flags: tuple[str, ...]) -> None:
     """Roles apart and together; more CTAs than parts, and many more parts than CTAs."""
