@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_nvlink_plugin.errors import MoeNvlinkError
-from moe_nvlink_plugin.testing import ThreadGroup
 
 _SYSTEM = Path("/sys")
 _PROCESS = Path("/proc/self")
@@ -95,6 +94,7 @@ def _trial() -> tuple[tuple[int, ...], int]:
     """Make shared memory as a CPU rank does; return its nodes and its bytes in huge pages."""
     import torch
 
+    from moe_nvlink_plugin.testing import ThreadGroup
     from moe_nvlink_plugin.transport import Extent
     from moe_nvlink_plugin.transport.host import HostTransport
 

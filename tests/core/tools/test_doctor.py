@@ -372,6 +372,18 @@ def test_software(fake: Fake, changes: dict[str, Any], expected: str) -> None:
     assert not verdict.works
 
 
+def test_a_torch_that_cannot_be_imported(library: Path, tmp_path: Path) -> None:
+    """Who asks for the report then needs it most. The process that asks the driver has none."""
+    (tmp_path / "torch.py").write_text("raise OSError('no libtorch_cpu.so')")
+    variables = fake_cuda.environment(library, capability="8.0") | {"PYTHONPATH": str(tmp_path)}
+    done = python("-m", "moe_nvlink_plugin", "doctor", variables=variables)
+    assert done.returncode == 1, done.stderr
+    *lines, gpus, cpus = done.stdout.splitlines()
+    assert any("compute capability 8.0" in line for line in lines)
+    for verdict in (gpus, cpus):
+        assert "torch cannot be imported (OSError: no libtorch_cpu.so)" in verdict
+
+
 def test_a_torch_that_finds_no_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """`create` would fail on every rank: torch gathers their configurations through numpy."""
     missing = mock.Mock(side_effect=RuntimeError("Numpy is not available"))
@@ -846,7 +858,8 @@ def free_port() -> int:
 
 
 def test_ranks_of_a_launcher_report_together(library: Path) -> None:
-    variables = fake_cuda.environment(library, devices=2, shared_uuid=1)
+    # For such GPUs it compiles nothing.
+    variables = fake_cuda.environment(library, devices=2, shared_uuid=1, capability="8.0")
     port = free_port()
     processes = [start_rank(rank, 2, port, **variables) for rank in range(2)]
     outputs = [process.communicate(timeout=600) for process in processes]
