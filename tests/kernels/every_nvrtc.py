@@ -134,10 +134,11 @@ def halves() -> tuple[list[Kernel], list[Kernel]]:
 
 def few() -> list[Kernel]:
     """One kernel of each family, the architectures in turn."""
+    every = kernels()
     return [
-        next(kernel for kernel in kernels() if (kernel.family, kernel.architecture) == wanted)
+        next(kernel for kernel in every if (kernel.family, kernel.architecture) == wanted)
         for wanted in zip(
-            dict.fromkeys(kernel.family for kernel in kernels()),
+            dict.fromkeys(kernel.family for kernel in every),
             itertools.cycle(nvrtc.ARCHITECTURES),
             strict=False,
         )
@@ -155,11 +156,12 @@ LISTS: dict[str, Callable[[], list[Kernel]]] = {
 }
 
 
-def kinds() -> list[Variant]:
+@functools.cache
+def kinds() -> tuple[Variant, ...]:
     """Of layers: rows as they come, and each other value of an axis, also where it changes nothing:
     a user may choose it there.
     """
-    return [kind for kind in precompile.kinds("sm_100a") if kind.family is LAYER]
+    return tuple(kind for kind in precompile.kinds("sm_100a") if kind.family is LAYER)
 
 
 def _layers() -> Iterator[Kernel]:

@@ -1,8 +1,9 @@
 """Every kind of kernel for GPUs compiles with the oldest NVRTC that pyproject.toml allows, and with
 this environment's, which is the newest in a new environment. Compiled, not run.
 
-Here the oldest compiles a kernel of each family, and this environment's each kind for the oldest
-architecture or the newest. Behind the marker `long`, both compile all of it for both architectures.
+In each run the oldest compiles a kernel of each family; what this environment's compiles then, other
+tests look into (test_sass.py) and execute (tests/ptx). Behind the marker `long`, both compile all
+kinds for the oldest architecture and the newest.
 every_nvrtc.py compiles for all architectures, with every release.
 """
 
@@ -21,6 +22,7 @@ from moe_nvlink_plugin.jit import header, nvrtc
 from moe_nvlink_plugin.launch.kernel import ELEMENT
 from tests.kernels import every_nvrtc
 from tests.kernels.every_nvrtc import Kernel, Outcome, Release
+from tests.support import long_tests
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 #: A minute of processor time each; other tests may have most of the processors.
@@ -52,14 +54,15 @@ def check(release: Release, which: str) -> None:
     assert len(release.outcomes) == len(every_nvrtc.LISTS[which]())
 
 
-@pytest.mark.parametrize("which", ["few", *in_rotation("half", "ends")])
+@pytest.mark.parametrize("which", ["few", *in_rotation("half", "other half")])
 def test_the_oldest_compiles_every_kind(which: str) -> None:
     release = every_nvrtc.compile_all(oldest_release(), which=which, time_limit_s=1700)
     assert every_nvrtc.oldest().startswith(f"{release.version}.")
     check(release, which)
 
 
-@pytest.mark.parametrize("which", ["other half", *in_rotation("ends")])
+@pytest.mark.long
+@pytest.mark.parametrize("which", ["half", "other half"])
 def test_this_environments_compiles_every_kind(which: str) -> None:
     release = every_nvrtc.compile_all(None, which=which, time_limit_s=1700)
     assert release.version == nvrtc.version()
@@ -82,35 +85,32 @@ def test_the_halves_have_every_kind() -> None:
     assert len(halves[0]) + len(halves[1]) - len(twice) == len({one.name for one in every})
 
 
-def test_the_list_has_every_kind_of_kernel() -> None:
+@pytest.mark.parametrize("whole", long_tests.first_of([False, True]))
+def test_the_list_has_every_kind_of_kernel(whole: bool) -> None:
     """A recipe, a format, an element type or an architecture that is new is in the list too."""
     kinds = {*header.quantisers(), *header.combine_formats()} - {"none", "bf16"}
-    for whole in (False, True):
-        names = [f"{one.name} for {one.architecture}" for one in every_nvrtc.kernels(whole)]
-        for kind, architecture in itertools.product(kinds, nvrtc.ARCHITECTURES):
-            wanted = [
-                f"dtype=bf16,{word}={kind} for {architecture}" for word in ("recipe", "combine")
-            ]
-            assert any(name.endswith(tuple(wanted)) for name in names), (kind, architecture)
-        for dtype, architecture in itertools.product(header.elements(), nvrtc.ARCHITECTURES):
-            assert any(
-                f" of lm_head,dtype={dtype}" in name and name.endswith(architecture)
-                for name in names
-            )
-        for kind, dtype in itertools.product(kinds, header.elements()):
-            assert any(f"dtype={dtype}," in name and f"={kind}" in name for name in names)
-        for kernel, architecture in itertools.product(LAYER.kernels, nvrtc.ARCHITECTURES):
-            first = f"{kernel.name} of "
-            of_kernel = [n for n in names if n.startswith(first) and n.endswith(architecture)]
-            has_types = whole and ELEMENT in kernel.axes
-            for dtype in header.elements() if has_types else ["bf16"]:
-                assert any(f"dtype={dtype}" in name for name in of_kernel), (first, architecture)
-        of_types = [kernel for kernel in LAYER.kernels if ELEMENT in kernel.axes]
-        for kernel, dtype in itertools.product(of_types, header.elements()):
-            first = f"{kernel.name} of "
-            assert any(n.startswith(first) and f"dtype={dtype}" in n for n in names), (first, dtype)
-        texts = [(one.text(), one.architecture) for one in every_nvrtc.kernels(whole)]
-        assert len(set(texts)) == len(texts), "something is compiled twice"
+    names = [f"{one.name} for {one.architecture}" for one in every_nvrtc.kernels(whole)]
+    for kind, architecture in itertools.product(kinds, nvrtc.ARCHITECTURES):
+        wanted = [f"dtype=bf16,{word}={kind} for {architecture}" for word in ("recipe", "combine")]
+        assert any(name.endswith(tuple(wanted)) for name in names), (kind, architecture)
+    for dtype, architecture in itertools.product(header.elements(), nvrtc.ARCHITECTURES):
+        assert any(
+            f" of lm_head,dtype={dtype}" in name and name.endswith(architecture) for name in names
+        )
+    for kind, dtype in itertools.product(kinds, header.elements()):
+        assert any(f"dtype={dtype}," in name and f"={kind}" in name for name in names)
+    for kernel, architecture in itertools.product(LAYER.kernels, nvrtc.ARCHITECTURES):
+        first = f"{kernel.name} of "
+        of_kernel = [n for n in names if n.startswith(first) and n.endswith(architecture)]
+        has_types = whole and ELEMENT in kernel.axes
+        for dtype in header.elements() if has_types else ["bf16"]:
+            assert any(f"dtype={dtype}" in name for name in of_kernel), (first, architecture)
+    of_types = [kernel for kernel in LAYER.kernels if ELEMENT in kernel.axes]
+    for kernel, dtype in itertools.product(of_types, header.elements()):
+        first = f"{kernel.name} of "
+        assert any(n.startswith(first) and f"dtype={dtype}" in n for n in names), (first, dtype)
+    texts = [(one.text(), one.architecture) for one in every_nvrtc.kernels(whole)]
+    assert len(set(texts)) == len(texts), "something is compiled twice"
 
 
 def test_a_refusal_is_told() -> None:

@@ -58,6 +58,8 @@ LIBRARIES_OF_VLLM = [
     "aiohttp",
     "uvicorn",
 ]
+#: SGLang's own, for ranks of a process that has SGLang.
+OF_SGLANG = ["sglang.srt.model_executor.model_runner"]
 #: Longer than ranks on a GPU wait for a peer (tests/support/real_path.py).
 GRACE_S = 15.0
 #: What they are forked from starts with this, not with what the first test to need ranks has set:
@@ -122,8 +124,9 @@ def run_processes(
     """
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
-        more = LIBRARIES_OF_VLLM if "vllm" in sys.modules else []
-        context.set_forkserver_preload([*PRELOADED, *more])
+        of_vllm = LIBRARIES_OF_VLLM if "vllm" in sys.modules else []
+        of_sglang = OF_SGLANG if "sglang.srt" in sys.modules else []
+        context.set_forkserver_preload([*PRELOADED, *of_vllm, *of_sglang])
         with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
             forkserver.ensure_running()
     options = _Options(dict(os.environ), str(folder), len(killed), meets, ends_with_parent)
