@@ -16,6 +16,7 @@ import pytest
 
 from tests.support import kernel_texts, sanitizers
 from tests.support.delays import replace_once
+from tests.support.long_tests import first_of
 from tests.support.sanitizers import Bugs, Edit, instead, without
 
 PROGRAM = Path(__file__).with_name("sanitizer_ranks.cpp")
@@ -376,12 +377,17 @@ def test_the_thread_sanitizer_catches(group: str, bug: str, program_of: ProgramO
     sanitizers.check_race_is_found(program_of(group), GROUPS[group].numbers()[bug])
 
 
-@pytest.mark.parametrize("cta_threads", [1, pytest.param(4, marks=pytest.mark.long)])
-def test_no_bad_address_and_no_undefined_behaviour(cta_threads: int, tmp_path: Path) -> None:
-    """One thread as in the product, and its loops vectorised; at -O2, because with these sanitizers
-    -O3 takes twice as long to compile. The program with sleeping bugs has four threads too.
+@pytest.mark.parametrize(
+    ("level", "cta_threads"), first_of([("-O1", 1), ("-O2 -ftree-vectorize", 1), ("-O1", 4)])
+)
+def test_no_bad_address_and_no_undefined_behaviour(
+    level: str, cta_threads: int, tmp_path: Path
+) -> None:
+    """One thread as in the product, in rotation with its loops vectorised; at -O2, because with
+    these sanitizers -O3 takes twice as long to compile. The program with sleeping bugs has four
+    threads too.
     """
-    flags = addresses("-O2 -ftree-vectorize" if cta_threads == 1 else "-O1", cta_threads)
+    flags = addresses(level, cta_threads)
     sanitizers.check_all_is_well(sanitizers.build(PROGRAM, kernel_text(), tmp_path, *flags))
 
 

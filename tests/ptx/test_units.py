@@ -57,10 +57,10 @@ def forms_of(kernel: Kernel) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("which", ["few", pytest.param("short", marks=pytest.mark.long)])
-def test_every_form_has_an_oracle(which: str) -> None:
+@pytest.mark.long
+def test_every_form_has_an_oracle() -> None:
     """test_opcodes.py runs it by itself; the two of the grid are test_cases.py's."""
-    used = set().union(*map(forms_of, every_nvrtc.LISTS[which]()))
+    used = set().union(*map(forms_of, every_nvrtc.kernels()))
     of_copies = {form for form in used if re.match(r"cp\.|mbarrier\.|fence\.proxy\.", form)}
     assert len(of_copies) == 6, "test_copies.py runs these"
     elsewhere = {"griddepcontrol.wait", "griddepcontrol.launch_dependents"} | of_copies
