@@ -27,6 +27,7 @@ from tests.support import emulated, users_form
 from tests.support.case_list import CASES, RECIPE_CASES
 from tests.support.emulated import EmulatedRanks
 from tests.support.head_ranks import Round, check, make_calls
+from tests.support.long_tests import first_of
 from tests.support.ptx.backend import PtxBackend
 from tests.support.ptx.head import PtxHeadRanks
 from tests.support.ptx.machine import PtxError
@@ -130,7 +131,7 @@ def test_rows_by_tma(architecture: str) -> None:
 # ---- ranks signal each other by st.async.release
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", first_of(["sm_100a", "sm_90a"]))
 def test_asynchronous_signals(architecture: str) -> None:
     """The same bits; on sm_90a, which lacks the store, by an ordinary release."""
     case = dataclasses.replace(SMALL, choices=TODAY.but("async_release", True))
