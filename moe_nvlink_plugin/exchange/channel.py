@@ -273,8 +273,12 @@ class Channel:
         shape = (self._layer.slots_of(max_tokens), hidden_size)
         last = self._combine_input
         if last.shape != shape or last.dtype != dtype:
-            region = self.combine_bytes.narrow(0, 0, shape[0] * hidden_size * dtype.itemsize)
-            last = self._combine_input = region.view(dtype).view(shape)
+            size = shape[0] * hidden_size * dtype.itemsize
+            with torch.inference_mode(False):  # callers write to it inside and outside of it
+                region = self.combine_bytes.narrow(0, 0, size).view(dtype).view(shape)
+            if type(region) is not torch.Tensor:  # of a mode that traces: without our memory
+                return region
+            last = self._combine_input = region
         return last
 
     def wrote(self, slots: torch.Tensor) -> bool:

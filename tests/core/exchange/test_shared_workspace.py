@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import (
@@ -251,6 +252,35 @@ def test_made_in_inference_mode_used_outside_and_the_other_way_round() -> None:
         with torch.inference_mode():
             assert_still_works(outside)
         assert_still_works(outside)
+
+
+@pytest.mark.parametrize("mode", ["inference", "fake", "exported"])
+def test_a_bound_that_comes_first_in_a_mode(mode: str, environment: None) -> None:
+    """combine copies the experts' rows, later in the memory of what was made there."""
+
+    def rows_back(hidden: torch.Tensor) -> torch.Tensor:
+        given = {**plain(2), "hidden_states": hidden, "max_tokens": 3}
+        received = layer.dispatch(**given)
+        rows = layer.combine_input(metadata=received.metadata).copy_(received.hidden_states)
+        return layer.combine(rows.clone(), received.metadata)
+
+    class Layer(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return rows_back(hidden)
+
+    ones = torch.ones(2, HIDDEN)
+    with alone() as layer:
+        if mode == "inference":
+            with torch.inference_mode():
+                rows_back(ones)
+        elif mode == "fake":
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                rows_back(ones)
+        else:
+            torch.export.export(Layer(), (ones,), strict=False)
+        for number in (7.0, 9.0):
+            with torch.no_grad():
+                assert torch.equal(rows_back(number * ones), number * ones)
 
 
 def test_threads_that_cannot_be_had_are_an_error_of_create_on_every_rank(
