@@ -65,12 +65,12 @@ def renew(layer: LayerExchange, group: Any, places: Sequence[int]) -> None:
     layers = layers_on(workspace)
     with contextlib.ExitStack() as locks:
         placed = all_or_none(
-            ranks, "preparing the renewal", lambda: _stop(layers, ranks, places, locks)
+            ranks, "preparing the renewal", lambda: _prepare(layers, ranks, places, locks)
         )
         known = _known(layers)
         configs = [one.config for one in layers]
         _agree(placed, configs, known, is_elastic=workspace.is_elastic)
-        with workspace.renewing():
+        with workspace.renewing(lambda: _all_stop(placed, workspace)):
             workspace.renew(placed, known.extents)
             all_or_none(placed, "loading the kernels", lambda: None)
             _begin(workspace)
@@ -126,6 +126,7 @@ def join(
     placed, workspace = prepared[0].group, prepared[0].workspace
     configs = [one.config for one in prepared]
     known = _agree(placed, configs, None, is_elastic=workspace.is_elastic)
+    _all_stop(placed, None)
     workspace.name = known.name
     configs = [
         dataclasses.replace(config, small_tokens=dispatch, small_combine_tokens=combine)
@@ -152,13 +153,13 @@ def join(
     return layers
 
 
-def _stop(
+def _prepare(
     layers: Sequence[LayerExchange],
     ranks: Group,
     places: Sequence[int],
     locks: contextlib.ExitStack,
 ) -> Group:
-    """End what runs on the workspace, whose locks `locks` gets; return the new group. Local."""
+    """Check what is asked for; take the workspace's locks into `locks`; return the group. Local."""
     workspace, config = layers[0].workspace, layers[0].config
     workspace.check_no_capture("renew()")
     checked = check_places("places", places, config.ep_size, config.ep_rank)
@@ -175,10 +176,20 @@ def _stop(
     placed = agreement.place(dataclasses.replace(config, places=checked), ranks)
     for channel in range(workspace.layout.num_channels):
         locks.enter_context(workspace.channel_lock(channel))
-    end_verbs(workspace)
-    workspace.executor.synchronize_device()
-    workspace.keep_totals()
     return placed
+
+
+def _all_stop(placed: Group, workspace: Workspace[Executor] | None) -> None:
+    """End what runs on the old ranks, after nothing can be refused any more. Collective."""
+
+    def stop() -> None:
+        if workspace is None:  # of a newcomer
+            return
+        end_verbs(workspace)
+        workspace.executor.synchronize_device()
+        workspace.keep_totals()
+
+    all_or_none(placed, "ending the rounds", stop)
 
 
 def _agree(

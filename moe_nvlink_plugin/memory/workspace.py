@@ -296,14 +296,19 @@ class Workspace(Generic[E]):
         self.left_out = self._empty_places()
 
     @contextlib.contextmanager
-    def renewing(self) -> Iterator[None]:
-        """Surround `renew` and all until `recover`: no memory is nobody's failure yet. Local."""
-        self._begin_without_memory(
-            "renew() has not come to its end; call renew() again on all ranks of a group"
-        )
+    def renewing(self, stop: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """Surround `renew` and all until `recover`: no memory is nobody's failure yet. Local.
+
+        Args:
+            stop: called first; ends rounds whose callers do not get their results.
+        """
+        why = "renew() has not come to its end; call renew() again on all ranks of a group"
         try:
+            stop()
+            self._begin_without_memory(why)
             yield
         except BaseException:
+            self._begin_without_memory(why)
             self._is_away = False
             raise
 

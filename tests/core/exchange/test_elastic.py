@@ -13,7 +13,14 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, StoreGroup, rank_mask
+from moe_nvlink_plugin import (
+    AllToAllConfig,
+    Dispatched,
+    InFlight,
+    MoeAllToAll,
+    StoreGroup,
+    rank_mask,
+)
 from moe_nvlink_plugin.errors import (
     ConfigError,
     DisagreementError,
@@ -459,6 +466,37 @@ def test_who_calls_something_else_is_named() -> None:
         for error, kind, word in zip(said, kinds, words, strict=True):
             assert isinstance(error, kind) or (kind is ConfigError and isinstance(error, PeerError))
             assert word in str(error)
+
+
+@pytest.mark.parametrize("in_flight", ["dispatch", "combine"])
+def test_a_refused_renewal_ends_nothing(in_flight: str) -> None:
+    """The newcomer has another top_k; the others get what runs beside them, and go on."""
+    meet, three = Meetings(), (0, 1, 2)
+
+    def body(place: int) -> None:
+        if place == 2:
+            others = dataclasses.replace(config_of(PAIR, 2, three), top_k=2)
+            with pytest.raises(DisagreementError, match="top_k"):
+                MoeAllToAll.join([others], meet("join", 2, three))
+            return
+        with created(meet, place) as layer:
+            inputs = at_stage(PAIR, 1, 0, layer.places)[1][place]
+
+            def combining(dispatched: Dispatched) -> InFlight[torch.Tensor]:
+                return layer.combine_async(
+                    metadata=dispatched.metadata, expert_output=dispatched.hidden_states.clone()
+                )
+
+            alike = combining(layer.dispatch(*inputs)).wait()
+            sending = layer.dispatch_async(*inputs)
+            under_way = combining(sending.wait()) if in_flight == "combine" else None
+            with pytest.raises(DisagreementError, match="top_k"):
+                layer.renew(meet("join", place, three), three)
+            combined = (under_way or combining(sending.wait())).wait()
+            compare.assert_same_bits(combined, alike, "what was under way")
+            right(layer, 1)
+
+    run_threads(3, body)
 
 
 def test_a_store_keeps_one_group_of_a_name() -> None:

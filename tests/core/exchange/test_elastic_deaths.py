@@ -186,7 +186,7 @@ def test_a_rank_wakes_when_it_has_been_replaced(small: bool, tmp_path: Path) -> 
 #: Name of a step -> the module that runs it under all_or_none, what that calls it, and whether the
 #: rank dies before its own part, or after it and before it tells the others.
 STEPS: dict[str, tuple[Any, str, str]] = {
-    "stopped": (elastic, "preparing the renewal", "after"),
+    "stopped": (elastic, "ending the rounds", "after"),
     "unmapped": (host, "reserving addresses", "after"),
     "created": (host, "creating shared memory", "after"),
     "shared": (host, "mapping shared memory", "before"),
