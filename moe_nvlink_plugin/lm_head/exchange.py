@@ -24,7 +24,7 @@ from moe_nvlink_plugin.groups import Group, all_or_none, tell
 from moe_nvlink_plugin.launch.base import Executor, Interrupted, Launch
 from moe_nvlink_plugin.memory.faults import Faults
 from moe_nvlink_plugin.memory.startup import Timeouts
-from moe_nvlink_plugin.memory.tensors import check_device, check_tensor
+from moe_nvlink_plugin.memory.tensors import check_device, check_memory, check_tensor
 from moe_nvlink_plugin.memory.workspace import Workspace
 
 from .config import HeadConfig
@@ -48,6 +48,7 @@ def head_inputs(config: HeadConfig, device: torch.device, call: HeadCall) -> Non
 
     Raises:
         InputError: an argument has another shape, dtype, device or value. The message names both.
+            Or a tensor has no memory.
     """
     bound = call.row_bound
     if not 0 < bound <= config.max_rows_per_rank:
@@ -74,6 +75,9 @@ def head_inputs(config: HeadConfig, device: torch.device, call: HeadCall) -> Non
     if call.bias is not None:
         rows = call.bias.shape[0] if call.bias.dim() else 0
         check_tensor("bias", call.bias, (max(rows, config.vocab_size),), (config.dtype,), device)
+        check_memory("bias", call.bias)
+    check_memory("hidden", call.hidden)
+    check_memory("head_weight", weight)
     _head_function(call)
 
 

@@ -195,6 +195,12 @@ def head() -> Iterator[HeadGroup]:
         yield mine
 
 
+def freed(*shape: int) -> torch.Tensor:
+    tensor = torch.ones(*shape)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "row width": ({"hidden": torch.ones(3, 9)}, r"hidden has shape \[3, 9\], expected \[3, 8\]"),
     "one row": ({"hidden": torch.ones(8)}, r"hidden has shape \[8\]"),
@@ -264,6 +270,14 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
         {"hidden": torch.ones(2, HIDDEN).to_sparse()},
         r"hidden has layout torch.sparse_coo, .*; pass hidden.to_dense\(\)",
     ),
+    **{
+        f"freed {name}": ({name: freed(*shape)}, f"{name} of shape .* has no memory")
+        for name, shape in (
+            ("hidden", (2, HIDDEN)),
+            ("head_weight", (VOCAB, HIDDEN)),
+            ("bias", (VOCAB,)),
+        )
+    },
     "sparse bias": ({"bias": torch.ones(VOCAB).to_sparse()}, "bias has layout torch.sparse_coo"),
 }
 
