@@ -167,13 +167,21 @@ def plain_tensors(call: Dispatch | Combine) -> None:
     tensors_given(call)
     no_gradient(call)
     for name, tensor in named_tensors(call):
-        if tensor is None:
-            continue
-        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
-            raise InputError(
-                f"{name} is a lazily conjugated or negated view, and "
-                "its memory holds other numbers; pass it through .resolve_conj().resolve_neg()"
-            )
+        if tensor is not None:
+            numbers_in_memory(name, tensor)
+
+
+def numbers_in_memory(name: str, tensor: torch.Tensor) -> None:
+    """Check that the bytes of a tensor are its numbers.
+
+    Raises:
+        InputError: it is a lazily conjugated or negated view, or of zeros without memory.
+    """
+    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        raise InputError(
+            f"{name} is a lazily conjugated or negated view, and "
+            "its memory holds other numbers; pass it through .resolve_conj().resolve_neg()"
+        )
 
 
 def _num_tokens(layer: LayerFormat, call: Dispatch, max_tokens: int) -> int:

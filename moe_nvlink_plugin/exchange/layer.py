@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
+from torch.autograd.graph import increment_version
 
 from moe_nvlink_plugin.config import AllToAllConfig
 from moe_nvlink_plugin.errors import ExchangeStateError, InputError, MoeNvlinkError
@@ -336,12 +337,16 @@ class LayerExchange:
             pending: the workspace's state, if a compiled graph has another tensor of its memory.
             is_ordinary: what OrdinaryCalls has said of the call.
         """
-        return self._start_combine(call, pending, is_ordinary=is_ordinary)[1]
+        output = self._start_combine(call, pending, is_ordinary=is_ordinary)[1]
+        if call.output is not None and pending is None:  # an op would tell autograd
+            increment_version(output)
+        return output
 
     def combine_async(self, call: Combine) -> InFlight[torch.Tensor]:
         """Start combine as MoeAllToAll.combine_async documents it. Collective; capturable."""
         checks.plain_tensors(call)
         channel, output = self._start_combine(call, beside=True)
+        increment_version(output)
         return self._in_flight(channel, lambda: output)
 
     def _start_combine(

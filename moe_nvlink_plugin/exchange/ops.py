@@ -241,6 +241,8 @@ def combined(layer: LayerExchange, call: Combine) -> torch.Tensor:
     """Run combine by its op; return output. Collective; capturable."""
     if not torch.compiler.is_compiling():
         checks.tensors_given(call)
+        if call.output is not None:  # torch would run the op, and then not find what to negate
+            checks.numbers_in_memory("output", call.output)
     pending = layer.workspace.pending
     if call.output is not None:
         combine_out(pending, *call)

@@ -211,7 +211,10 @@ def test_lazy_views(view: str) -> None:
             wide.dispatch_async(**{**good(), "extra_payloads": [lazy]})
         received = wide.dispatch(**{**good(), "extra_payloads": [lazy]})
         assert torch.equal(received.extra_payloads[0][:3], lazy)
-        wide.combine(received.hidden_states, received.metadata)
+        rows = received.hidden_states.clone()
+        with pytest.raises(InputError, match="output is a lazily .*its memory holds other numbers"):
+            wide.combine(rows, received.metadata, output=torch._neg_view(torch.zeros(3, HIDDEN)))
+        wide.combine(rows, received.metadata)
 
 
 def test_results_without_memory(layer: MoeAllToAll, environment: None) -> None:

@@ -236,6 +236,22 @@ def test_eager_verbs_enter_few_functions(more: bool) -> None:
     assert summed <= 21
 
 
+@pytest.mark.parametrize("verb", ["combine", "combine_async"])
+def test_autograd_knows_that_output_is_overwritten(verb: str) -> None:
+    hidden, ids, weights = inputs(3)
+    weight, output = torch.ones_like(hidden, requires_grad=True), torch.zeros_like(hidden)
+    loss = (weight * output).sum()
+    with alone() as layer:
+        received = layer.dispatch(hidden, ids, weights)
+        rows = received.hidden_states.clone()
+        combine = getattr(layer, verb)
+        result = combine(expert_output=rows, metadata=received.metadata, output=output)
+        if verb == "combine_async":
+            result.wait()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
 # Compiled layers.
 
 
