@@ -92,9 +92,9 @@ def api() -> Any:
         ) from error
     try:
         from cuda.bindings import driver
-    except ImportError as error:
+    except Exception as error:  # a broken installation may raise anything
         raise UnsupportedError(
-            "GPU ranks need cuda-bindings: pip install 'moe-nvlink-plugin[cuda]'"
+            f"GPU ranks need cuda-bindings ({error}): pip install 'moe-nvlink-plugin[cuda]'"
         ) from error
     (status,) = driver.cuInit(0)
     if status != driver.CUresult.CUDA_SUCCESS:

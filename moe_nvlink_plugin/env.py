@@ -265,7 +265,7 @@ def small_tokens() -> int | None:
     text = _text("MOE_NVLINK_SMALL_TOKENS")
     if text is None:
         return None
-    if not text.isdecimal() or int(text) > MAX_SMALL_TOKENS:
+    if not text.isdecimal() or len(text) > 9 or int(text) > MAX_SMALL_TOKENS:
         raise ConfigError(
             f"MOE_NVLINK_SMALL_TOKENS={text!r} is no number from 0 to {MAX_SMALL_TOKENS}; unset "
             "it for up to 32 on GPUs and 0 on CPU ranks"

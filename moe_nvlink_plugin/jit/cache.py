@@ -221,6 +221,7 @@ def load_or_build(key: str, suffix: str, build: Callable[[Path], None], read: Re
     lock = path.with_suffix(".lock").name
     with _opened(own, {os.getuid()}) as inside:
         try:
+            _touch(inside / lock)
             with filelock.FileLock(inside / lock, timeout=_LOCK_TIMEOUT_S):
                 found = _read(path, inside, read)
                 if found is None:
@@ -236,6 +237,11 @@ def load_or_build(key: str, suffix: str, build: Callable[[Path], None], read: Re
     if found is None:
         raise CompileError(f"{path} was just compiled and cannot be read; remove the file")
     return found
+
+
+def _touch(path: Path) -> None:
+    """Create a file if there is none; where that fails filelock would try until its time limit."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
 
 
 def _unwritable(path: Path, error: OSError) -> CompileError:
@@ -285,7 +291,8 @@ def write_beside(key: str, suffix: str, text: str) -> Path:
 
 
 def _name(key: str, suffix: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()[:32] + suffix
+    # A variable of the environment may have any bytes.
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:32] + suffix
 
 
 def _read(path: Path, inside: Path, read: Read[T]) -> T | None:

@@ -67,7 +67,12 @@ def compile_text(text: str, target: Path, flags: tuple[str, ...] = FLAGS) -> Non
     command = [*env.cxx_words(), *flags, "-x", "c++", "-", "-o", str(target)]
     try:
         done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S
+            command,
+            input=text,
+            capture_output=True,
+            encoding="utf-8",  # whatever the locale
+            errors="replace",
+            timeout=_COMPILE_TIMEOUT_S,
         )
     except FileNotFoundError as error:
         raise CompileError(f"no host compiler: {not_found(command[0])}") from error

@@ -180,9 +180,11 @@ def _nvrtc() -> Any:
         from cuda.bindings import nvrtc
     except ImportError as error:
         raise UnsupportedError(f"compiling for GPUs needs NVRTC: {_INSTALL}") from error
+    except Exception as error:  # a broken installation may raise anything
+        raise UnsupportedError(f"cuda-bindings cannot be imported ({error}): {_INSTALL}") from error
     try:
         _, major, minor = nvrtc.nvrtcVersion()
-    except RuntimeError as error:  # cuda.bindings looks for the library at its first call
+    except Exception as error:  # cuda.bindings looks for the library at its first call
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnsupportedError(
             f"cuda-bindings finds no NVRTC library ({reason}): {_INSTALL}"

@@ -15,7 +15,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -162,7 +161,8 @@ def probe(local_rank: int | None = None, time_limit_s: float = TIME_LIMIT_S) -> 
         time_limit_s: seconds after which the child is killed, from where it calls the driver.
     """
     # Files, not pipes: if the child cannot be killed, this process must not wait for a pipe's end.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as log:
+    # In memory, because there may be no temporary directory.
+    with _file("answer") as out, _file("log") as log:
         status = _run(local_rank, time_limit_s, out, log)
         out.seek(0)
         log.seek(0)
@@ -177,10 +177,16 @@ def probe(local_rank: int | None = None, time_limit_s: float = TIME_LIMIT_S) -> 
     return dataclasses.replace(_surroundings(), unavailable=reason)
 
 
+def _file(name: str) -> IO[bytes]:
+    return os.fdopen(os.memfd_create(name), "w+b")
+
+
 def _run(local_rank: int | None, time_limit_s: float, out: IO[bytes], log: IO[bytes]) -> int | str:
     """Run print_answer in a child; return its exit status, or why it was killed."""
     ready, started = os.pipe()
-    code = f"from {__name__} import print_answer; print_answer({local_rank!r}, {started})"
+    # `-c` would import what lies in the current directory: a random.py, say.
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import print_answer; "
+    code += f"print_answer({local_rank!r}, {started})"
     try:
         # The child has its own session, which is killed with every process that the driver started.
         child = subprocess.Popen(

@@ -240,7 +240,7 @@ def _environment() -> tuple[dict[str, str | None], tuple[str, ...]]:
     bad = []
     readers: tuple[Callable[[], Any], ...] = (env.host_threads, env.first_timeout_s, env.pdl)
     readers += (env.max_sms, env.small_tokens, env.unit_data_bytes, _combine)
-    readers += (env.allow_shared_gpu, env.lineinfo)
+    readers += (env.allow_shared_gpu, env.lineinfo, env.mtp_lm_head_tp, _tuning)
     for reader in readers:
         found = _ask(lambda reader=reader: str(reader()))  # type: ignore[misc]
         if found.error:
@@ -259,12 +259,25 @@ def _combine() -> str:
     return name
 
 
+def _tuning() -> str:
+    """Read the file that MOE_NVLINK_TUNING names, as each layer will."""
+    path = env.tuning()
+    if path:
+        try:
+            from moe_nvlink_plugin.exchange import tuning
+        except Exception:  # torch cannot be imported, which is said elsewhere
+            return path
+        tuning.load(path)
+    return path
+
+
 def _software() -> Software:
     served = frameworks.installed()
     distributions = {}
     for name in (*_DISTRIBUTIONS, *(name for one in served for name in one.distributions)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            distributions[name] = importlib.metadata.version(name)
+            # None of the folder that an interrupted pip leaves.
+            distributions[name] = importlib.metadata.version(name) or "unknown"
     groups = [group for one in served for group in one.entry_point_groups]
     entry_points = tuple(
         EntryPoint(entry.group, entry.name, entry.dist.name if entry.dist else "unknown")
@@ -301,9 +314,10 @@ def _frameworks(versions: dict[str, str]) -> dict[str, Found | None]:
 def _torch() -> tuple[str, str]:
     try:
         import torch
-    except Exception as error:  # a broken installation may raise anything
+
+        return torch.version.cuda or "", ""
+    except Exception as error:  # a broken installation may raise anything, or lack its modules
         return "", f"{type(error).__name__}: {error}"
-    return torch.version.cuda or "", ""
 
 
 def _numpy_error() -> str:

@@ -64,8 +64,10 @@ def look(system: Path = _SYSTEM) -> Sockets:
     )
     try:
         nodes, huge_bytes = _trial()
-    except (ImportError, MoeNvlinkError, OSError) as error:
+    except MoeNvlinkError as error:
         return dataclasses.replace(found, error=str(error))
+    except Exception as error:  # a broken torch may raise anything
+        return dataclasses.replace(found, error=f"{type(error).__name__}: {error}")
     return dataclasses.replace(
         found, memory_nodes=nodes, huge_bytes=huge_bytes, trial_bytes=_TRIAL_BYTES
     )
@@ -79,7 +81,7 @@ def from_json(values: dict[str, object]) -> Sockets:
 
 def _text(path: Path) -> str:
     with contextlib.suppress(OSError):
-        return path.read_text().strip()
+        return path.read_text("utf-8", "replace").strip()  # whatever the locale
     return ""
 
 

@@ -112,12 +112,12 @@ def numbered(what: str, numbers: Sequence[int]) -> str:
 
 
 def _cpu_reasons(found: Facts) -> list[str]:
-    reasons = [*found.bad_variables, *_torch_reasons(found.software)]
-    reasons += [
-        question.error
-        for question in (found.cpu.kernels, found.cpu.shared_memory)
-        if question.error
-    ]
+    cpu, no_torch = found.cpu, _torch_reasons(found.software)
+    reasons = [*found.bad_variables, *no_torch]
+    reasons += [one.error for one in (cpu.kernels, cpu.shared_memory) if one.error]
+    # Without torch there is no trial, and where nobody may write it says the same again.
+    if cpu.sockets.error and not no_torch and not cpu.shared_memory.error:
+        reasons.append(f"a trial of shared memory failed: {cpu.sockets.error}")
     return reasons
 
 

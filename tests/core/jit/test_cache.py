@@ -462,6 +462,8 @@ def test_no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("true", "MOE_NVLINK_CXX='true' wrote no file: it must be a C++ compiler"),
         ("false", "no message, exit code 1\nMOE_NVLINK_CXX='false' must be g++ 11 or newer"),
         ("g++ -fsyntax-only", "MOE_NVLINK_CXX='g++ -fsyntax-only' wrote no file"),
+        ("g\udcff++", r"'g\udcff++' not found"),  # a byte that is no UTF-8
+        (r"sh -c 'printf \\374 >&2; exit 1'", "failed:\n\ufffd"),
     ],
 )
 def test_what_is_no_compiler(
@@ -473,6 +475,15 @@ def test_what_is_no_compiler(
     assert told in str(caught.value)
     assert "make room" not in str(caught.value)
     assert not list(folder.glob("*.so"))
+
+
+def test_a_directory_that_takes_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write there, says the system. Nobody holds a lock that cannot be created."""
+    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", "/proc")
+    monkeypatch.setattr(cache, "_LOCK_TIMEOUT_S", 2)
+    with pytest.raises(CompileError, match="/proc") as caught:
+        host.build("int f();")
+    assert "another process" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

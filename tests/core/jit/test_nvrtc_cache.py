@@ -233,9 +233,12 @@ def test_a_miss_without_a_compiler_says_what_to_run(alone: Path, no_bindings: No
     assert not list(alone.glob("*.cubin"))
 
 
-def test_bindings_without_the_library(gpu_compiler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, AttributeError])
+def test_bindings_without_the_library(
+    kind: type[Exception], gpu_compiler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = 'Failure finding "libnvrtc.so.13": No such file\nand more'
-    missing = mock.Mock(side_effect=RuntimeError(told))
+    missing = mock.Mock(side_effect=kind(told))
     monkeypatch.setattr(gpu_compiler, "nvrtcVersion", missing)
     with pytest.raises(UnsupportedError, match=r"no NVRTC library \(.*libnvrtc.so.13.*pip install"):
         nvrtc.load_or_compile(SMALL, "sm_90a")

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ import pytest
 import torch
 
 from moe_nvlink_plugin import driver, env
-from moe_nvlink_plugin.errors import CompileError, ConfigError, PeerError
+from moe_nvlink_plugin.errors import CompileError, ConfigError, PeerError, TransportError
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.launch.kernel import Variant
 from moe_nvlink_plugin.tools import cli, doctor, precompile
@@ -334,6 +335,15 @@ def test_a_driver_that_crashes(fake: Fake) -> None:
     assert gpus.unavailable == "asking the CUDA driver ended with status -9: no message"
 
 
+def test_a_file_in_the_current_directory_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit('what is this?')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[3]), *filter(None, sys.path)])
+    assert "no CUDA driver" in gpu.probe().unavailable
+
+
 def test_this_process_stays_free_of_the_driver(library: Path) -> None:
     code = (
         "from moe_nvlink_plugin.tools.doctor import gpu; assert gpu.probe().devices;"
@@ -382,6 +392,26 @@ def test_a_torch_that_cannot_be_imported(library: Path, tmp_path: Path) -> None:
     assert any("compute capability 8.0" in line for line in lines)
     for verdict in (gpus, cpus):
         assert "torch cannot be imported (OSError: no libtorch_cpu.so)" in verdict
+
+
+def test_a_torch_of_which_a_part_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an interrupted pip leaves."""
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    assert inquiry._torch() == ("", "AttributeError: module 'torch' has no attribute 'version'")
+
+
+@pytest.mark.parametrize("error", [TransportError("no room"), ValueError("no room")])
+def test_a_trial_of_shared_memory_that_fails(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """CPU ranks would fail there too."""
+    monkeypatch.setattr(sockets, "_trial", mock.Mock(side_effect=error))
+    (tmp_path / "kernel/mm/transparent_hugepage").mkdir(parents=True)
+    (tmp_path / "kernel/mm/transparent_hugepage/shmem_enabled").write_bytes(b"\xff")
+    verdict = doctor.judge_cpu_ranks([with_cpu(sockets=sockets.look(tmp_path))])
+    assert not verdict.works
+    assert "a trial of shared memory failed: " in str(verdict)
+    assert "no room" in str(verdict)
 
 
 def test_a_torch_that_finds_no_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,6 +556,8 @@ def test_needed_architectures_are_compiled(
         ("MOE_NVLINK_SMALL_TOKENS", "65"),
         ("MOE_NVLINK_UNIT_DATA_BYTES", "13"),
         ("MOE_NVLINK_COMBINE", "fp8"),
+        ("MOE_NVLINK_MTP_LM_HEAD_TP", "-3"),
+        ("MOE_NVLINK_SMALL_TOKENS", "9" * 5000),
     ],
 )
 def test_bad_variables(fake: Fake, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
@@ -536,6 +568,12 @@ def test_bad_variables(fake: Fake, monkeypatch: pytest.MonkeyPatch, name: str, v
     for verdict in (doctor.judge_gpu_ranks([found]), doctor.judge_cpu_ranks([found])):
         assert f"{name}={value!r}" in str(verdict)
         assert not verdict.works
+
+
+def test_a_tuning_file_that_no_layer_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_NVLINK_TUNING", "/none.json")
+    (bad,) = inquiry._environment()[1]
+    assert "'/none.json' (MOE_NVLINK_TUNING) cannot be read" in bad
 
 
 def test_cpu_ranks_need_no_gpu() -> None:
