@@ -555,6 +555,8 @@ class MoeAllToAll:
 
         If an exchange was created without config.places, all places must have a rank.
 
+        What refuses a call (the first three below) leaves all as it was; verbs in flight go on.
+
         Args:
             group: as for `create`, of the ranks from now on; StoreGroup makes one over a Store.
             places: the places of the group's ranks, in its order; this rank's among them.
