@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import shlex
 import sys
 from pathlib import Path
 
 from moe_nvlink_plugin import frameworks
-from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError
+from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError, UnsupportedError
 from moe_nvlink_plugin.jit import nvrtc
 from moe_nvlink_plugin.launch.kernel import Variant
 from moe_nvlink_plugin.version import own_version
 
-from . import dump_source, precompile
+from . import dump_source, precompile, terminal
 from .shipped import FAMILIES
 
 _VERIFY = """
@@ -150,8 +151,9 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
         description=_DOCTOR,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    doctor.add_argument("--json", action="store_true", help="print JSON instead of text")
-    doctor.add_argument(
+    what = doctor.add_mutually_exclusive_group()
+    what.add_argument("--json", action="store_true", help="print JSON instead of text")
+    what.add_argument(
         "--memory",
         metavar="NAME=N,...",
         help="only say what the workspace of such a layer takes on each rank, as in "
@@ -404,7 +406,22 @@ def _run_verify(options: argparse.Namespace) -> int:
     )
 
 
+def _require_torch(command: str) -> None:
+    """Raise UnsupportedError if torch cannot be imported, for whatever reason of its own."""
+    try:
+        importlib.import_module("torch")
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UnsupportedError(
+            f"moe-nvlink {command}: torch cannot be imported ({reason}); moe-nvlink doctor says "
+            "more"
+        ) from error
+
+
 def _run(options: argparse.Namespace) -> int:
+    memory = getattr(options, "memory", None)
+    if options.command in ("verify", "tune") or memory is not None:
+        _require_torch(options.command if memory is None else "doctor --memory")
     if options.command == "verify":
         return _run_verify(options)
     if options.command == "tune":
@@ -412,10 +429,10 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "doctor":
         from . import doctor
 
-        if options.memory is not None:
-            from .doctor import memory
+        if memory is not None:
+            from .doctor.memory import main as tell_memory
 
-            return memory.main(options.memory, options.device)
+            return tell_memory(memory, options.device)
         return doctor.main(as_json=options.json)
     if options.command == "top":
         from . import top
@@ -437,10 +454,20 @@ def _run(options: argparse.Namespace) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the console script; return its exit code."""
+    terminal.take_any_text()
     given = sys.argv[1:] if arguments is None else arguments
-    options = _parser(given[0] if given else "").parse_args(given)
     try:
-        return _run(options)
+        try:
+            return _run(_parser(given[0] if given else "").parse_args(given))
+        finally:  # after --help too; at Python's exit nobody catches what a flush raises
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except MoeNvlinkError as error:
         print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except OSError:
+        if not terminal.has_lost_output():
+            raise
         return 1

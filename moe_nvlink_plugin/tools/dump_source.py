@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 
 from moe_nvlink_plugin.errors import ConfigError
@@ -58,13 +56,8 @@ def ptx(build: Build, architecture: str) -> str:
 
 
 def main(build: Build, architecture: str, *, as_ptx: bool) -> int:
-    """Print a build's text, or its PTX; return 0, or 1 if whoever reads has read enough."""
-    printed = ptx(build, architecture) if as_ptx else text(build, architecture)
-    try:
-        print(printed, end="", flush=True)
-    except BrokenPipeError:  # `less` was left; what Python still holds goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    """Print a build's text, or its PTX; return 0."""
+    print(ptx(build, architecture) if as_ptx else text(build, architecture), end="")
     return 0
 
 

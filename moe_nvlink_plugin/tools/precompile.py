@@ -24,6 +24,7 @@ from moe_nvlink_plugin.jit import cache, nvrtc
 from moe_nvlink_plugin.launch import machine_code
 from moe_nvlink_plugin.launch.kernel import Axis, Build, Variant
 
+from . import terminal
 from .shipped import FAMILIES, load_host_libraries
 
 #: Model -> geometry. The numbers are num_experts_per_tok (gpt-oss: experts_per_token) and
@@ -259,7 +260,9 @@ def _compile_all(needed: Sequence[Compilation], jobs: int) -> Iterator[Compiled]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, context) as pool:
         try:
-            yield from pool.map(compiled, needed)
+            with terminal.interrupts_are_ours():  # all of them start here
+                results = pool.map(compiled, needed)
+            yield from results
         except BrokenProcessPool as error:
             raise CompileError(
                 "a compiling process ended without a result: it crashed or was killed, perhaps "
@@ -324,14 +327,14 @@ def _open_cache(folder: Path | None) -> Path:
     given = env.cache_dir()
     if given is None:
         return cache.directory()
-    given = given.absolute()
-    env.use_cache_dir(given)
-    if not given.exists():
-        try:
+    try:
+        given = given.absolute()  # fails in a directory that is deleted
+        env.use_cache_dir(given)
+        if not given.exists():
             given.mkdir(parents=True)
             given.chmod(0o755)  # other users than the builder of an image use it
-        except OSError as error:
-            raise CompileError(f"cannot make {given}: {error}; name another directory") from error
+    except OSError as error:
+        raise CompileError(f"cannot make {given}: {error}; name another directory") from error
     if cache.shipped_directory() is not None:
         raise CompileError(
             f"{given} is only readable for user {os.getuid()}; run this command as its owner "

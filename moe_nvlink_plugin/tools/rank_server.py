@@ -14,7 +14,7 @@ from moe_nvlink_plugin.errors import ConfigError
 
 _REQUEST_S, _LONGEST = 5.0, 1 << 16
 #: Asks no proxy of the environment, which would answer for a server that is gone.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _NO_ANSWER = (OSError, http.client.HTTPException, ValueError)
 
 
@@ -35,7 +35,7 @@ def _ask(url: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
-        with _DIRECT.open(request, timeout=_REQUEST_S) as answer:
+        with DIRECT.open(request, timeout=_REQUEST_S) as answer:
             return answer.status, answer.read(_LONGEST)
     except urllib.error.HTTPError as error:
         with error:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
-import io
 import multiprocessing
 import os
 import signal
@@ -28,6 +27,8 @@ from moe_nvlink_plugin import env
 from moe_nvlink_plugin.config import MAX_RANKS
 from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError, PeerError
 from moe_nvlink_plugin.groups import Group, as_group
+
+from . import terminal
 
 #: The ranks end within so many seconds beside their waits; rank 0 writes the report meanwhile.
 _AFTER_FIRST_S = 180.0
@@ -89,16 +90,25 @@ def voice(rank: int) -> Callable[[str], None]:
     return _say_nothing if rank else _say
 
 
-def _start_ranks(wanted: Wanted, body: Body) -> int:
-    """Start the ranks as processes of this machine and wait for them.
+def to_start(wanted: Wanted) -> int:
+    """Return how many ranks are started if no launcher has.
 
     Raises:
         ConfigError: more ranks are asked for than an exchange has.
     """
     if wanted.ranks > MAX_RANKS:
         raise ConfigError(f"--ranks {wanted.ranks} is more than the {MAX_RANKS} of an exchange")
-    gpus = torch.cuda.device_count() if wanted.device == "cuda" else 0
-    ranks = wanted.ranks or (gpus if gpus > 1 else 2)
+    gpus = _gpus(wanted)
+    return wanted.ranks or (gpus if gpus > 1 else 2)
+
+
+def _gpus(wanted: Wanted) -> int:
+    return torch.cuda.device_count() if wanted.device == "cuda" else 0
+
+
+def _start_ranks(wanted: Wanted, body: Body) -> int:
+    """Start the ranks as processes of this machine and wait for them. Raises as `to_start`."""
+    ranks, gpus = to_start(wanted), _gpus(wanted)
     if 0 < gpus < ranks:
         env.share_gpu()
         print(f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}; times mean nothing", flush=True)
@@ -113,8 +123,9 @@ def _start_ranks(wanted: Wanted, body: Body) -> int:
             for rank in range(ranks)
         ]
         try:
-            for process in processes:
-                process.start()
+            with terminal.interrupts_are_ours():
+                for process in processes:
+                    process.start()
             _join(processes, _AFTER_FIRST_S + 2 * wanted.timeout_s)
         except KeyboardInterrupt:
             print(f"{wanted.command}: interrupted", flush=True)
@@ -150,7 +161,8 @@ def _start_own_rank(wanted: Wanted, body: Body, launched: env.Launched) -> int:
         tell(f"FAILED: {signal.Signals(signal_number).name} has ended rank {rank}")
         os._exit(1)
 
-    process.start()
+    with terminal.interrupts_are_ours():
+        process.start()
     signal.signal(signal.SIGTERM, ended)
     try:
         process.join()
@@ -183,6 +195,7 @@ def _child(
     wanted: Wanted, body: Body, rank: int, ranks: int, gpu: int | None, meeting: str
 ) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    terminal.take_any_text()
     faulthandler.enable()  # a crash says in which call
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
@@ -195,8 +208,6 @@ def _child(
         if rank == 0:
             _say(f"{wanted.command}: FAILED: {type(error).__name__}: {error}")
         code = 1
-    except KeyboardInterrupt:  # the terminal tells every rank; the first process says so
-        code = 130
     sys.exit(code)
 
 
@@ -232,8 +243,8 @@ def _rank(
 def _say(text: str) -> None:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # the reader has seen enough; the other ranks have not, nor the report
-        sys.stdout = io.StringIO()
+    except OSError as error:  # the other ranks go on all the same, and so does the report
+        terminal.leave_output(error)
 
 
 def _say_nothing(_text: str) -> None:

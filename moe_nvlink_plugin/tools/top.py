@@ -9,13 +9,16 @@ import sys
 import time
 import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from moe_nvlink_plugin.errors import ConfigError, PeerError
 
+from .rank_server import DIRECT
+
 _TIMEOUT_S = 10.0
+#: Ranks have fewer; int() refuses thousands.
+_MOST_DIGITS = 10
 #: One sample of ours as prometheus_client writes it: no label of ours has a quote or a comma.
 _SAMPLE = re.compile(r"^moe_nvlink_(\w+)_total\{([^}]*)\} (\S+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -44,7 +47,8 @@ def parse(texts: Iterable[str], at: float) -> Look:
         for name, text_of_labels, value in _SAMPLE.findall(text):
             labels = dict(_LABEL.findall(text_of_labels))
             rank, count = labels.get("ep_rank", ""), _number(value)
-            if not rank.isdecimal() or count is None:  # another program's metric of such a name
+            is_ours = rank.isdecimal() and len(rank) < _MOST_DIGITS
+            if not is_ours or count is None:  # another program's metric of such a name
                 continue
             counters = ranks.setdefault(int(rank), {})
             key = (name, labels.get("peer", ""))
@@ -119,17 +123,20 @@ def fetch(url: str) -> str:
         ConfigError: it is no URL of a web server.
         PeerError: the server does not answer with metrics.
     """
+    no_server = f"{url!r} is no URL of a server; write for example http://localhost:8000"
     if not names_a_server(url):
-        raise ConfigError(f"{url!r} is no URL of a server; write for example http://localhost:8000")
+        raise ConfigError(no_server)
     where = url if url.rstrip("/").endswith("/metrics") else f"{url.rstrip('/')}/metrics"
     try:
-        with urllib.request.urlopen(where, timeout=_TIMEOUT_S) as answer:
+        with DIRECT.open(where, timeout=_TIMEOUT_S) as answer:
             content: bytes = answer.read()
     except urllib.error.HTTPError as error:
         raise PeerError(
             f"{where} answers {error.code} {error.reason}; name a server itself, such as "
             "http://localhost:8000"
         ) from error
+    except ValueError as error:  # a name or a path that no request can hold, such as http://a..b
+        raise ConfigError(f"{no_server}: {error}") from error
     except (OSError, http.client.HTTPException) as error:
         raise PeerError(f"{where} does not answer: {error}; is the server up?") from error
     return content.decode("utf-8", "replace")
@@ -153,7 +160,8 @@ def main(urls: Sequence[str], interval_s: float, *, once: bool) -> int:
 
     Raises as `fetch`.
     """
-    home = _HOME if sys.stdout.isatty() and not once else ""
+    # A shell's >&- leaves Python no standard output.
+    home = _HOME if sys.stdout and sys.stdout.isatty() and not once else ""
     try:
         before = _look(urls)
         while True:

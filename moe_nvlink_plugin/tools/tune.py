@@ -195,6 +195,8 @@ def _check_output(options: Options, here: Machine, rank: int) -> None:
             reason = "cannot be written to" if folder.is_dir() else "is no directory"
             raise ConfigError(f"--output {path}: {folder} {reason}; name a file elsewhere")
         return
+    if options.output.is_dir():  # as "" is, of a shell's unset variable
+        raise ConfigError(f"--output {path} is a directory; name a file")
     try:
         found = tuning.load(path)
         tuning.check_machine(path, found.machine, here)

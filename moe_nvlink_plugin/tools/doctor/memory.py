@@ -14,6 +14,8 @@ from moe_nvlink_plugin.tools.precompile import values_of
 _NEEDED = ("ep_size", "max_tokens_per_rank", "hidden_size", "top_k")
 _NUMBERS = (*_NEEDED, "num_experts", "num_channels")
 _NAMES = ("recipe", "combine")
+#: More than any limit has; int() refuses thousands.
+_MOST_DIGITS = 18
 
 
 def main(text: str, device: str) -> int:
@@ -34,18 +36,23 @@ def main(text: str, device: str) -> int:
 def _config(text: str) -> AllToAllConfig:
     given: dict[str, Any] = dict(values_of(text.split(",")))
     wrong = [name for name in given if name not in (*_NUMBERS, *_NAMES)]
-    wrong += [name for name in _NUMBERS if not str(given.get(name, 1)).isdecimal()]
+    wrong += [name for name in _NUMBERS if not _is_number(str(given.get(name, 1)))]
     missing = [name for name in _NEEDED if name not in given]
     if wrong or missing:
         problem = f"not so: {', '.join(wrong)}" if wrong else f"missing: {', '.join(missing)}"
         raise ConfigError(
-            f"--memory {text}: {problem}; give numbers for {', '.join(_NEEDED)}, and as you like "
-            f"for num_experts and num_channels, and names for {' and '.join(_NAMES)}"
+            f"--memory {text:.200}: {problem}; give numbers of at most {_MOST_DIGITS} digits for "
+            f"{', '.join(_NEEDED)}, and as you like for num_experts and num_channels, and names "
+            f"for {' and '.join(_NAMES)}"
         )
     fields: dict[str, Any] = {name: int(given[name]) for name in _NUMBERS if name in given}
     fields |= {name: given[name] for name in _NAMES if name in given}
     fields.setdefault("num_experts", max(fields["ep_size"], fields["top_k"]))
     return AllToAllConfig(ep_rank=0, **fields)
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) <= _MOST_DIGITS
 
 
 def _lines(config: AllToAllConfig, device: str) -> Iterator[str]:

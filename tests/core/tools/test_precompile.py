@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -248,6 +249,29 @@ def test_a_process_that_is_killed(
     monkeypatch.setattr(precompile, "compiled", _end)
     assert run(folder, "--arch", "sm_90a", "sm_120a", "--geometry", "top_k=2", "--jobs", "2") == 1
     assert "a compiling process ended without a result" in capsys.readouterr().err
+
+
+def _leaves_interrupts(compilation: object) -> precompile.Compiled:
+    """Or each would print where an interrupt has met it."""
+    is_left = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    return precompile.Compiled(error=None if is_left else CompileError("it hears Ctrl-C"))
+
+
+def test_an_interrupt_is_the_commands(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precompile, "compiled", _leaves_interrupts)
+    monkeypatch.setattr(precompile, "_has_nvrtc", lambda: True)
+    assert run(folder, "--arch", "sm_90a", "--geometry", "top_k=2", "--jobs", "2") == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_deleted_working_directory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert run(Path("rel")) == 1
+    assert "cannot make rel: [Errno 2]" in capsys.readouterr().err
 
 
 def test_compiling_processes_import_no_torch() -> None:

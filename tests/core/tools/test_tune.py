@@ -147,6 +147,11 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     assert f"{tmp_path / 'none'} is no directory; name a file elsewhere" in str(first)
 
 
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    first, _second = ranks_tune(tmp_path, output=Path(""))
+    assert first == "ConfigError: --output . is a directory; name a file"
+
+
 def other_bits(rank: int, _size: int, folder: Path) -> str:
     def round_of(self: trial._Round) -> torch.Tensor:
         output = whole(self)

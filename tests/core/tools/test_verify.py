@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from moe_nvlink_plugin.tools import ranks
+from moe_nvlink_plugin.groups import Group
+from moe_nvlink_plugin.tools import cli, ranks
 from tests.support.programs import python
 
 #: Small enough for a busy machine.
@@ -192,6 +194,39 @@ def test_what_cannot_be_is_refused(arguments: tuple[str, ...], said: str) -> Non
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--top-k", "40", "top_k=40 must be an integer from 1 to 32"),
+        ("--max-tokens", "99999999999", "max_tokens_per_rank=99999999999 must be an integer"),
+        ("--ranks", "129", "--ranks 129 is more than the 128 of an exchange"),
+    ],
+)
+def test_no_rank_starts_for_a_layer_that_cannot_be(
+    option: str,
+    value: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delattr(ranks, "run")
+    assert cli.main(["verify", "--device", "cpu", option, value]) == 1
+    assert capsys.readouterr().err.startswith(said)
+
+
+def umlaut(group: Group, _device: torch.device) -> int:
+    ranks.voice(group.rank)("ä")
+    return int(signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)
+
+
+def test_ranks_print_any_text_and_leave_interrupts_to_the_command(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    assert ranks.run(ranks.Wanted("verify", "cpu", 1, 5.0, limit_s=100.0), umlaut) == 0
+    assert capfd.readouterr().out == "\\xe4\n"
+
+
 # How one rank ends that cannot write its report or its lines, or is killed.
 
 ONE_RANK = (*COMMAND, "--device", "cpu", "--quick", "--ranks", "1", *FEW, "--output")
@@ -224,14 +259,16 @@ def test_a_full_disk_is_named() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("output", "said"), [("a pipe", 0), ("/dev/full", 1)])
+def test_output_that_takes_nothing(output: str, said: int, tmp_path: Path) -> None:
     """As `| head -1`: the checks go on, for the other ranks and the report."""
     reader, writer = os.pipe()
     os.close(reader)
-    done = run_one(tmp_path / "report.json", stdout=writer)
-    os.close(writer)
+    with open(writer if output == "a pipe" else output, "w") as stdout:
+        done = run_one(tmp_path / "report.json", stdout=stdout)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+    assert done.stderr.count("standard output cannot be written: No space left") == said
     assert json.loads((tmp_path / "report.json").read_text())["right"]
 
 

@@ -181,7 +181,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
         made = Group(3)
         for server in made.servers:
             stack.callback(server.close)
-        monkeypatch.setattr(rank_server, "_DIRECT", Opener(made, rank_server._DIRECT))
+        monkeypatch.setattr(rank_server, "DIRECT", Opener(made, rank_server.DIRECT))
         yield made
 
 
