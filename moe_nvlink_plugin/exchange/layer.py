@@ -338,7 +338,7 @@ class LayerExchange:
             is_ordinary: what OrdinaryCalls has said of the call.
         """
         output = self._start_combine(call, pending, is_ordinary=is_ordinary)[1]
-        if call.output is not None and pending is None:  # an op would tell autograd
+        if call.output is not None and pending is None:  # who calls the op tells autograd
             increment_version(output)
         return output
 

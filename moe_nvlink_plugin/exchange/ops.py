@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from . import calls, checks, inductor, scales_layout
 from .calls import Combine, Dispatch, Dispatched, DispatchMetadata
@@ -246,6 +247,8 @@ def combined(layer: LayerExchange, call: Combine) -> torch.Tensor:
     pending = layer.workspace.pending
     if call.output is not None:
         combine_out(pending, *call)
+        if not torch.compiler.is_compiling():
+            increment_version(call.output)  # no key of the op's does
         return call.output
     rows, slots, _output, *others = call
     result: torch.Tensor = combine(pending, rows, slots, *others)

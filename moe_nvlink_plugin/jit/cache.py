@@ -221,7 +221,9 @@ def load_or_build(key: str, suffix: str, build: Callable[[Path], None], read: Re
     lock = path.with_suffix(".lock").name
     with _opened(own, {os.getuid()}) as inside:
         try:
-            _touch(inside / lock)
+            # Where no file can be created filelock would try until its time limit.
+            with tempfile.TemporaryFile(dir=inside):
+                pass
             with filelock.FileLock(inside / lock, timeout=_LOCK_TIMEOUT_S):
                 found = _read(path, inside, read)
                 if found is None:
@@ -237,11 +239,6 @@ def load_or_build(key: str, suffix: str, build: Callable[[Path], None], read: Re
     if found is None:
         raise CompileError(f"{path} was just compiled and cannot be read; remove the file")
     return found
-
-
-def _touch(path: Path) -> None:
-    """Create a file if there is none; where that fails filelock would try until its time limit."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
 
 
 def _unwritable(path: Path, error: OSError) -> CompileError:

@@ -305,10 +305,13 @@ class Workspace(Generic[E]):
         why = "renew() has not come to its end; call renew() again on all ranks of a group"
         try:
             stop()
-            self._begin_without_memory(why)
+        except BaseException:
+            self.broken = PeerError(why)  # with the memory that it has, and what is counted there
+            raise
+        self._begin_without_memory(why)
+        try:
             yield
         except BaseException:
-            self._begin_without_memory(why)
             self._is_away = False
             raise
 
@@ -431,12 +434,12 @@ class Workspace(Generic[E]):
     def _begin_again(self) -> None:
         """Put into fresh memory what the host has put into the first, and the totals. Local."""
         assert self._faults is not None
-        for channel, kept in enumerate(self._kept):
+        for channel in range(self.layout.num_channels):
             # Without it a fault would not reach the host: verbs would return wrong rows.
             region = self.layout.channel_regions(channel)["local"]
             self._faults.connect(channel, self.memory.local(region.offset, region.size_bytes))
-            for of_region, content in kept:
-                self.region_bytes(of_region).copy_(content)
+        for of_region, content in itertools.chain.from_iterable(self._kept):
+            self.region_bytes(of_region).copy_(content)
         self.meetings = 0
         self.left_out = self._empty_places()
 

@@ -409,7 +409,7 @@ def _run_verify(options: argparse.Namespace) -> int:
 def _require_torch(command: str) -> None:
     """Raise UnsupportedError if torch cannot be imported, for whatever reason of its own."""
     try:
-        importlib.import_module("torch")
+        importlib.import_module("torch.version")  # a folder that is left has none
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UnsupportedError(
@@ -458,16 +458,21 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     try:
         try:
-            return _run(_parser(given[0] if given else "").parse_args(given))
+            return _code(given)
         finally:  # after --help too; at Python's exit nobody catches what a flush raises
             if sys.stdout is not None:
                 sys.stdout.flush()
+    except OSError:
+        if not terminal.has_lost_output():
+            raise
+        return 1
+
+
+def _code(given: list[str]) -> int:
+    try:
+        return _run(_parser(given[0] if given else "").parse_args(given))
     except MoeNvlinkError as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    except OSError:
-        if not terminal.has_lost_output():
-            raise
-        return 1

@@ -268,6 +268,10 @@ def _compile_all(needed: Sequence[Compilation], jobs: int) -> Iterator[Compiled]
                 "a compiling process ended without a result: it crashed or was killed, perhaps "
                 "because memory ran out; try --jobs 1"
             ) from error
+        except BaseException:  # of a Ctrl-C, say, which they do not hear
+            for process in list(pool._processes.values()):
+                process.kill()
+            raise
 
 
 def precompile(

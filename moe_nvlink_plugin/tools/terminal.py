@@ -32,10 +32,12 @@ def has_lost_output() -> bool:
 
 def leave_output(error: OSError) -> None:
     """Have all later text go nowhere, what Python holds and prints at its exit too."""
-    if not isinstance(error, BrokenPipeError):  # as of `head`: the reader has seen enough
-        told = f"moe-nvlink: standard output cannot be written: {error.strerror}"
-        print(told, file=sys.stderr, flush=True)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):  # as of `head`: the reader has seen enough
+        return
+    told = f"moe-nvlink: standard output cannot be written: {error.strerror}"
+    with contextlib.suppress(OSError):  # it may be the same full disk
+        print(told, file=sys.stderr or sys.stdout, flush=True)
 
 
 @contextlib.contextmanager

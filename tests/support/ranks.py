@@ -58,7 +58,8 @@ LIBRARIES_OF_VLLM = [
     "aiohttp",
     "uvicorn",
 ]
-#: SGLang's own, for ranks of a process that has SGLang.
+#: SGLang's own, for ranks of a process that has SGLang. They read the environment, which there is
+#: the same for all tests.
 OF_SGLANG = ["sglang.srt.model_executor.model_runner"]
 #: Longer than ranks on a GPU wait for a peer (tests/support/real_path.py).
 GRACE_S = 15.0
@@ -127,7 +128,8 @@ def run_processes(
         of_vllm = LIBRARIES_OF_VLLM if "vllm" in sys.modules else []
         of_sglang = OF_SGLANG if "sglang.srt" in sys.modules else []
         context.set_forkserver_preload([*PRELOADED, *of_vllm, *of_sglang])
-        with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
+        environment = dict(os.environ) if of_sglang else _ENVIRONMENT
+        with mock.patch.dict(os.environ, environment, clear=True):
             forkserver.ensure_running()
     options = _Options(dict(os.environ), str(folder), len(killed), meets, ends_with_parent)
     processes = [

@@ -185,8 +185,8 @@ def _run(local_rank: int | None, time_limit_s: float, out: IO[bytes], log: IO[by
     """Run print_answer in a child; return its exit status, or why it was killed."""
     ready, started = os.pipe()
     # `-c` would import what lies in the current directory: a random.py, say.
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import print_answer; "
-    code += f"print_answer({local_rank!r}, {started})"
+    code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; "
+    code += f"from {__name__} import print_answer; print_answer({local_rank!r}, {started})"
     try:
         # The child has its own session, which is killed with every process that the driver started.
         child = subprocess.Popen(
@@ -261,7 +261,7 @@ def print_answer(local_rank: int | None, started: int) -> None:
         local_rank: as in probe.
         started: end of a pipe, into which a byte goes when only the driver is left to wait for.
     """
-    with contextlib.suppress(ImportError):  # driver.unavailable says it
+    with contextlib.suppress(Exception):  # driver.unavailable says it
         import cuda.bindings.driver  # noqa: F401
     os.write(started, b"x")
     os.close(started)

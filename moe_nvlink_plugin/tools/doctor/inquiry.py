@@ -165,6 +165,7 @@ def facts() -> Facts:
     with concurrent.futures.ThreadPoolExecutor(1) as beside:
         kernels = beside.submit(_kernels, gpus)
         software, cpu = _software(), _cpu()
+        tuned = Found() if software.torch_error else _ask(_tuning)
     return Facts(
         rank=launched.rank if launched else None,
         world_size=launched.world_size if launched else None,
@@ -178,7 +179,7 @@ def facts() -> Facts:
         gpus=gpus,
         kernels=kernels.result(),
         variables=variables,
-        bad_variables=bad,
+        bad_variables=(*bad, tuned.error) if tuned.error else bad,
     )
 
 
@@ -240,7 +241,7 @@ def _environment() -> tuple[dict[str, str | None], tuple[str, ...]]:
     bad = []
     readers: tuple[Callable[[], Any], ...] = (env.host_threads, env.first_timeout_s, env.pdl)
     readers += (env.max_sms, env.small_tokens, env.unit_data_bytes, _combine)
-    readers += (env.allow_shared_gpu, env.lineinfo, env.mtp_lm_head_tp, _tuning)
+    readers += (env.allow_shared_gpu, env.lineinfo, env.mtp_lm_head_tp)
     for reader in readers:
         found = _ask(lambda reader=reader: str(reader()))  # type: ignore[misc]
         if found.error:
@@ -260,13 +261,10 @@ def _combine() -> str:
 
 
 def _tuning() -> str:
-    """Read the file that MOE_NVLINK_TUNING names, as each layer will."""
-    path = env.tuning()
-    if path:
-        try:
-            from moe_nvlink_plugin.exchange import tuning
-        except Exception:  # torch cannot be imported, which is said elsewhere
-            return path
+    """Read the file that MOE_NVLINK_TUNING names, as each layer will. With torch."""
+    from moe_nvlink_plugin.exchange import tuning
+
+    if path := env.tuning():
         tuning.load(path)
     return path
 

@@ -30,7 +30,10 @@ from moe_nvlink_plugin.errors import (
     MoeNvlinkError,
     PeerError,
     TransportError,
+    UnsupportedError,
 )
+from moe_nvlink_plugin.exchange import elastic
+from moe_nvlink_plugin.exchange import layer as layers
 from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.testing import ThreadGroup
 from moe_nvlink_plugin.transport import host
@@ -231,6 +234,43 @@ def test_a_renewal_that_has_failed_is_repeated(monkeypatch: pytest.MonkeyPatch) 
             return seen
 
     all_right(1, (0, 1), run_threads(3, body))
+
+
+def test_a_renewal_that_could_not_end_a_verb_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is lost but the verb: not the counters, nor the words that tell of faults."""
+    meet, gone, really = Meetings(), threading.Event(), layers.end_verbs
+    fails = threading.local()
+
+    def end_verbs(workspace: Any) -> None:
+        if getattr(fails, "now", False):
+            raise UnsupportedError("planted")
+        really(workspace)
+
+    monkeypatch.setattr(elastic, "end_verbs", end_verbs)
+
+    def body(place: int) -> Any:
+        with created(meet, place, timeout_s=1.0, first_timeout_s=1.0) as layer:
+            right(layer, 0)
+            before = layer.stats()
+            fails.now = place == 1
+            with pytest.raises(MoeNvlinkError, match="planted"):
+                layer.renew(meet("fails", place, (0, 1)), (0, 1))
+            fails.now = False
+            with pytest.raises(ExchangeStateError, match=r"call renew\(\) again"):
+                right(layer, 1)
+            layer.renew(meet("again", place, (0, 1)), (0, 1))
+            assert layer.stats() == before
+            seen = right(layer, 1)
+            if place == 1:
+                layer.close()
+                gone.set()
+                return seen
+            gone.wait(60)
+            with pytest.raises(ExchangeTimeoutError):
+                right(layer, 2)
+            return seen
+
+    all_right(1, (0, 1), run_threads(2, body))
 
 
 def test_what_was_prepared_before_serves_newcomers() -> None:

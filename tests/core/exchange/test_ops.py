@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -236,8 +237,10 @@ def test_eager_verbs_enter_few_functions(more: bool) -> None:
     assert summed <= 21
 
 
-@pytest.mark.parametrize("verb", ["combine", "combine_async"])
+@pytest.mark.parametrize("verb", ["combine", "combine, seen", "combine_async"])
 def test_autograd_knows_that_output_is_overwritten(verb: str) -> None:
+    """A profiler sees the op."""
+    verb, *seen = verb.split(", ")
     hidden, ids, weights = inputs(3)
     weight, output = torch.ones_like(hidden, requires_grad=True), torch.zeros_like(hidden)
     loss = (weight * output).sum()
@@ -245,7 +248,8 @@ def test_autograd_knows_that_output_is_overwritten(verb: str) -> None:
         received = layer.dispatch(hidden, ids, weights)
         rows = received.hidden_states.clone()
         combine = getattr(layer, verb)
-        result = combine(expert_output=rows, metadata=received.metadata, output=output)
+        with torch.profiler.profile() if seen else contextlib.nullcontext():
+            result = combine(expert_output=rows, metadata=received.metadata, output=output)
         if verb == "combine_async":
             result.wait()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

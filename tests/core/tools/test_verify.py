@@ -224,7 +224,7 @@ def test_ranks_print_any_text_and_leave_interrupts_to_the_command(
 ) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     assert ranks.run(ranks.Wanted("verify", "cpu", 1, 5.0, limit_s=100.0), umlaut) == 0
-    assert capfd.readouterr().out == "\\xe4\n"
+    assert "\\xe4" in capfd.readouterr().out.splitlines()  # gloo may speak too
 
 
 # How one rank ends that cannot write its report or its lines, or is killed.
