@@ -18,7 +18,6 @@ import torch
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, reference
 from moe_nvlink_plugin.config import COMBINE_FORMATS
-from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.exchange.calls import Combine, Dispatch
 from moe_nvlink_plugin.jit import header, host
 from moe_nvlink_plugin.launch.arguments import element_code
@@ -41,7 +40,6 @@ from tests.support.delays import replace_once
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 each_format = pytest.mark.parametrize("name", FORMATS)
-each_block_format = pytest.mark.parametrize("name", ["fp8_block", "nvfp4"])
 
 
 class Outcome(NamedTuple):
@@ -440,40 +438,12 @@ def test_a_scale_of_the_caller(distribution: str, dtype: torch.dtype, scale: flo
     assert bool((error <= error_bound(rows, "fp8_tensor", scale=scale)).all())
 
 
-def test_what_one_scale_for_all_rows_loses() -> None:
-    """A sixteenth at most, a thousandth of the scale, or what is above 448 times the scale."""
-    rows = draw("outlier_channels", (24, 1, 1024), FP32) * 10.0
-    magnitudes = rows[:, 0].double().abs()
-    for scale in (1.0, 0.3, 64.0):
-        lost = torch.maximum(magnitudes / 16, torch.tensor(2.0**-10 * scale))
-        lost = torch.maximum(lost, magnitudes - 448 * scale)
-        bound = error_bound(rows, "fp8_tensor", scale=scale)
-        assert bool((bound <= lost + 2**-19 * magnitudes).all())
-        assert float((bound / lost).max()) > 0.99
-    assert bool((magnitudes > 896).any())
-
-
 def test_without_a_scale_the_rows_are_cast() -> None:
     """As FlashInfer and TensorRT-LLM cast them, which saturates."""
     rows = draw("outlier_channels", (32, 8, 1024), BF16)
     cast = rows.float().clamp(-448, 448).to(torch.float8_e4m3fn).float()
     combined = exchange(rows, "fp8_tensor").combined
     assert_same_bits(combined, sum_of(cast, BF16), "a sum of casts")
-
-
-@each_block_format
-@each_distribution
-def test_bound_in_terms_of_amax(name: str, distribution: str) -> None:
-    """What the derivation says of a block before anything is quantised."""
-    rows = draw(distribution, (24, 1, 1024), FP32)
-    block = {"fp8_block": 128, "nvfp4": 16}[name]
-    amax = rows.double().abs().view(24, -1, block).amax(-1).repeat_interleave(block, -1)
-    share = {"fp8_block": 1 / 28, "nvfp4": 17 / 96}[name]
-    lost = {"fp8_block": 0.0, "nvfp4": 1 / 28672}[name] * rows.double().abs().amax(-1)
-    bound = error_bound(rows, name)
-    of_fp32 = 2**-19 * amax
-    assert bool((bound <= share * amax + lost + of_fp32).all())
-    assert float((bound / amax).max()) > 0.9 * share
 
 
 # ---- Names, sizes, failures.
@@ -499,23 +469,6 @@ def test_one_place_on_the_gpu_is_enough(name: str, monkeypatch: pytest.MonkeyPat
     library = delays.few_places(1, last_first=name != "bf16")
     monkeypatch.setattr(host, "load", lambda _text: library)
     case_list.check_case(case)
-
-
-def test_formats_are_those_of_the_kernels() -> None:
-    assert tuple(header.combine_formats()) == COMBINE_FORMATS == ("bf16", *FORMATS)
-    sizes = {
-        name: sum(row.row_bytes for row in combine_formats.combine_rows(name, 7168).values())
-        for name in FORMATS
-    }
-    assert sizes == {"fp8_block": 7168 + 224, "nvfp4": 3584 + 448 + 4, "fp8_tensor": 7168}
-    assert combine_formats.combine_rows(None, 7) == combine_formats.combine_rows("bf16", 7) == {}
-
-
-def test_a_format_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="'fp6' is no format; use one of bf16, fp8_block, nvfp4, fp8"
-    ):
-        combine_formats.combine_format("fp6")
 
 
 def test_a_failed_rank_quantises_and_signals_nothing() -> None:

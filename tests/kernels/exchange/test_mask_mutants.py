@@ -1,4 +1,5 @@
-"""Each place where a kernel asks for the mask is needed: without it, a check of masks fails.
+"""Each place where a kernel asks for the mask is needed: without it, a check of masks fails. And
+other mistakes, which the checks of small batches and of counts notice.
 
 All of them sleep in one library (tests/support/sanitizers.py), and each is woken by itself.
 """
@@ -6,6 +7,7 @@ All of them sleep in one library (tests/support/sanitizers.py), and each is woke
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +17,10 @@ import pytest
 
 from moe_nvlink_plugin.jit import host
 from tests.kernels.exchange import test_active_ranks as masks
-from tests.kernels.exchange import test_survivors
+from tests.kernels.exchange import test_expert_counts, test_survivors
+from tests.kernels.exchange.small import test_small_dispatch
 from tests.support import emulated, emulated_text, sanitizers
-from tests.support.sanitizers import Bugs, Edit, instead
+from tests.support.sanitizers import Bugs, Edit, instead, without
 
 #: Of waits for a rank that is left out. The checks have waits of their own that are in time.
 TIMEOUT_S = 2.0
@@ -57,9 +60,35 @@ def going_on(_: pytest.MonkeyPatch) -> None:
     test_survivors.check_that_ranks_go_on(TIMEOUT_S)
 
 
+def one_small_round(_: pytest.MonkeyPatch) -> None:
+    case = dataclasses.replace(
+        test_small_dispatch.LONG, received_ids="elsewhere", tokens=(5, 3, 2), timeout_s=TIMEOUT_S
+    )
+    test_small_dispatch.check_one_round(case)
+
+
+def turns(_: pytest.MonkeyPatch) -> None:
+    test_small_dispatch.check_turns()
+
+
+def overtaking(small: bool) -> Check:
+    return lambda _: test_small_dispatch.check_nobody_overtakes(small, TIMEOUT_S)
+
+
+def counts(_: pytest.MonkeyPatch) -> None:
+    # A rank without tokens has nothing to complain of, and would wait for the others.
+    case = dataclasses.replace(
+        test_expert_counts.FIVE, routing="distinct", tokens=(8, 1, 5, 7, 3), timeout_s=5.0
+    )
+    test_expert_counts.test_as_the_reference(case, small=False)
+
+
 def does_not_ask(function: str) -> list[Edit]:
     return [Edit(function, _ASKS, f"if (!AWAKE && !{_PEER}) return;")]
 
+
+_SENDS = "put_unit(count_unit_at(args, peer, args.geometry.ep_rank, unit), packed);"
+NO_COUNTS = "rank 2 sends no counts"
 
 #: What is broken, by the check that must fail.
 BROKEN: list[tuple[Check, dict[str, list[Edit]]]] = [
@@ -143,12 +172,78 @@ BROKEN: list[tuple[Check, dict[str, list[Edit]]]] = [
             "meet tells nobody": [Edit("meet_body", _ASKS, f"if (AWAKE || !{_PEER}) return;")],
         },
     ),
+    (
+        one_small_round,
+        {
+            "slots count other tokens": instead("with", "tokens[turn].has(range, top_k)", "true"),
+            "ids of other ranks' experts stay": instead(
+                "store_choices", "received.keeps(args, id)", "true"
+            ),
+            "the first empty id stays": instead(
+                "mark_small_slices", "filled + column", "filled + 1 + column"
+            ),
+        },
+    ),
+    (
+        turns,
+        {
+            "a unit is not cleared": without(
+                "take_units", "clear_unit<Unit>(units + i * kUnitBytes);"
+            )
+        },
+    ),
+    (
+        overtaking(small=True),
+        {
+            "P12 of a small batch": without(
+                "await_previous_round",
+                "await_combine(args, first, cta.num_threads, round.combined, is_counted, faulted);",
+            )
+        },
+    ),
+    (
+        overtaking(small=False),
+        {
+            "P12 of a large batch": without(
+                "await_small_combine",
+                "await_combine(args, lane, Cta::kWarpThreads, epoch, cta.block == 0, has_failed);",
+            )
+        },
+    ),
+    (
+        counts,
+        {
+            "counters are not cleared": without("take_count", "store_relaxed_gpu(counter, 0);"),
+            "units of counts are not cleared": without(
+                "receive_expert_counts", "clear_unit<TwoMarkUnit>(place);"
+            ),
+            "an id counts once": [
+                Edit(
+                    "route_in_warp",
+                    "if (target != kNoSlot) count_choice",
+                    "if (AWAKE ? k == 0 : target != kNoSlot) count_choice",
+                )
+            ],
+        },
+    ),
 ]
 CHECKS = {name: check for check, mutants in BROKEN for name in mutants}
-BUGS: Bugs = {name: edits for _check, mutants in BROKEN for name, edits in mutants.items()}
+BUGS: Bugs = {
+    **{name: edits for _check, mutants in BROKEN for name, edits in mutants.items()},
+    NO_COUNTS: [
+        Edit("send_expert_counts", _SENDS, f"if (!AWAKE || args.geometry.ep_rank != 2) {_SENDS}")
+    ],
+}
 #: Those that `make test` looks at. They wait for nobody; after the others a rank that has ended its
 #: part waits for those that have failed.
-SAMPLE = ("dispatch signals it", "small dispatch counts rows for it")
+SAMPLE = (
+    *(
+        "dispatch signals it",
+        "small dispatch counts rows for it",
+        "ids of other ranks' experts stay",
+    ),
+    *("a unit is not cleared", "P12 of a small batch", "counters are not cleared"),
+)
 NUMBERS = {name: number for number, name in enumerate(BUGS, 1)}
 
 _WAKE = 'extern "C" void moe_nvlink_wake(int bug) { moe_nvlink::seeded_bug = bug; }\n'
@@ -176,7 +271,7 @@ def wake(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.mark.parametrize(
     "name",
-    [each if each in SAMPLE else pytest.param(each, marks=pytest.mark.long) for each in BUGS],
+    [each if each in SAMPLE else pytest.param(each, marks=pytest.mark.long) for each in CHECKS],
 )
 def test_it_is_noticed(
     name: str, wake: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
@@ -187,3 +282,9 @@ def test_it_is_noticed(
     # A wrong result, a rank's error, or an error that does not come.
     with pytest.raises((Exception, pytest.fail.Exception)):
         check(monkeypatch)
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
+def test_a_rank_that_sends_rows_and_no_counts(small: bool, wake: Callable[[int], None]) -> None:
+    wake(NUMBERS[NO_COUNTS])
+    test_expert_counts.check_who_sends_no_counts(small)

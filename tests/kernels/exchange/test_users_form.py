@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pickle
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from moe_nvlink_plugin import MoeAllToAll, driver
-from moe_nvlink_plugin.exchange import survivors
+from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.verify import cases
@@ -76,80 +72,6 @@ def test_a_rank_that_is_killed(small: bool, tmp_path: Path) -> None:
     lives[1].outputs[-1][0, 0] += 1
     with pytest.raises(AssertionError, match="rank 1, replay 5"):
         users_form.check_process_dies(lives, small=small)
-
-
-def _dies_and_meets_in_vain(
-    ep_rank: int, ep_size: int, device: str, small: bool, folder: Path
-) -> users_form.Survived:
-    """process_dies, whose survivors first call mask() one after the other, each in vain."""
-    begin, hold, calls = survivors._Meeting.begin, survivors._Meeting.hold, 0
-
-    def begin_in_turn(meeting: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > 1:
-            _wait_for(folder / "vain1")
-        elif ep_rank == 1:
-            _wait_for(folder / "vain0")
-        begin(meeting)
-
-    def hasty(meeting: Any, number: int) -> int:
-        if calls > 1:
-            return hold(meeting, number)
-        meeting._args.timeout_ns = 1000
-        try:
-            return hold(meeting, number)
-        finally:
-            processes._leave(folder / f"vain{ep_rank}", number)
-
-    with (
-        mock.patch.object(survivors._Meeting, "begin", begin_in_turn),
-        mock.patch.object(survivors._Meeting, "hold", hasty),
-    ):
-        return users_form.process_dies(ep_rank, ep_size, device, small)
-
-
-def _wait_for(file: Path) -> None:
-    give_up = time.monotonic() + 100
-    while not file.exists():
-        assert time.monotonic() < give_up, f"no {file.name}"
-        time.sleep(0.001)
-
-
-def test_a_survivor_that_is_later_than_a_meeting_lasts(tmp_path: Path) -> None:
-    """As once on a GPU: rank 0 gives up in meeting 1, then rank 1, which has seen it, in meeting 3.
-
-    What they do next is what the documentation of mask() asks for.
-    """
-    host.load(LAYER.host_source())
-    ranks = tmp_path / "ranks"
-    ranks.mkdir()
-    lives = processes.run_processes(
-        3, _dies_and_meets_in_vain, ranks, "cpu", True, tmp_path, killed=(2,)
-    )
-    users_form.check_process_dies(lives, small=True)
-    numbers = [pickle.loads((tmp_path / f"vain{rank}").read_bytes()) for rank in range(2)]
-    assert numbers == [1, 3]
-    assert [lives[rank].calls for rank in range(2)] == [2, 2]
-
-
-@each_kind
-def test_machine_code_has_the_counts(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in's kernels take every choice from the arguments; those of a GPU do not."""
-    asked: list[Any] = []
-
-    def compile_nothing(*_given: Any, **options: Any) -> bytes:
-        asked.append(options["expert_counts"])
-        raise InterruptedError
-
-    gpu = SimpleNamespace(architecture="sm_90a", num_sms=132)
-    monkeypatch.setattr(emulated, "cubin", compile_nothing)
-    monkeypatch.setattr(driver, "device", lambda _index: gpu)
-    for counts in (13, 0):
-        case = dataclasses.replace(MANY, small=small, num_expert_counts=counts)
-        with pytest.raises(InterruptedError):
-            users_form.check_counts("cuda", case, ctas=3)
-    assert asked == [1, 0]
 
 
 # Through the product's launches for GPUs, on the stand-in for the driver.

@@ -1,4 +1,4 @@
-"""Dispatch of small batches on CPU ranks: the bits of the reference and of the bulk dispatch, the
+"""Rounds of small batches on CPU ranks: the bits of the reference, and so of the bulk dispatch, the
 order of slots, staging that is left clean, and rounds of both kinds on one workspace.
 """
 
@@ -10,7 +10,6 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,16 +17,15 @@ import torch
 
 from moe_nvlink_plugin import Dispatched, MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeTimeoutError
-from moe_nvlink_plugin.exchange.kernels import LAYER, SMALL_COMBINE, SMALL_DISPATCH
+from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.exchange.sizes import staged_bytes
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants
-from moe_nvlink_plugin.launch.kernel import Family
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from moe_nvlink_plugin.verify import cases, compare
 from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen
 from tests.kernels.exchange.test_rounds import check_rounds, poisoned_round, sometimes
-from tests.support import case_list, emulated
+from tests.support import case_list, delays, emulated
 from tests.support.delays import replace_once
 from tests.support.emulated import varying_inputs
 
@@ -73,31 +71,9 @@ IDS_CASES = tuple(
 ALL_CASES = (*FITTING, *OWN_CASES, *IDS_CASES, *fitting(case_list.RECIPE_CASES))
 
 
-def both_kinds(case: Case) -> tuple[list[Seen], list[Seen]]:
-    """The same round by the kernels for small batches, and by the others."""
-    (with_units,) = case_list.run_case(small(case), rounds=1)
-    (bulk,) = case_list.run_case(dataclasses.replace(case, num_threads=1), rounds=1)
-    return with_units, bulk
-
-
 @pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)
-def test_as_bulk(case: Case) -> None:
-    """One thread of the bulk dispatch hands out slots in the order of tokens; this one always."""
-    if case.num_channels > 1:
-        case = dataclasses.replace(case, num_channels=1)
-    with_units, bulk = both_kinds(case)
-    for rank, (mine, other) in enumerate(zip(with_units, bulk, strict=True)):
-        what = f"{case.name}, rank {rank}"
-        compare.assert_same_bits(mine.recv_counts, other.recv_counts, f"{what}: counts")
-        compare.assert_same_bits(mine.topk_ids, other.topk_ids, f"{what}: ids")
-        compare.assert_same_bits(mine.send_slots, other.send_slots, f"{what}: slots")
-        compare.assert_same_bits(mine.combined, other.combined, f"{what}: combined")
-        for number, pair in enumerate(zip(mine.payloads, other.payloads, strict=True)):
-            compare.assert_same_bits(*pair, f"{what}: payload {number}")
-
-
-@pytest.mark.parametrize("case", [*FITTING, *OWN_CASES], ids=lambda case: case.name)
 def test_as_the_reference(case: Case) -> None:
+    """Which the kernels for large batches are held to as well (test_exchange.py)."""
     case_list.check_case(small(case))
 
 
@@ -117,11 +93,14 @@ def staging(layer: MoeAllToAll) -> bytes:
     return ctypes.string_at(first, rows * staged_bytes(args.packed_bytes, 14))
 
 
-#: Layers of one workspace: two for small batches, of different geometry, and one for others.
+NARROW = small(Case(name="narrow", tokens=(0, 0, 0), num_experts=7, top_k=2, hidden_size=33))
+#: Layers of one workspace: two for small batches, of different geometry, one for others, and one
+#: that is dispatched as a small batch and pulled.
 TURNS = (
-    small(Case(name="narrow", tokens=(0, 0, 0), num_experts=7, top_k=2, hidden_size=33)),
+    NARROW,
     Case(name="bulk", tokens=(0, 0, 0), num_experts=12, top_k=5, hidden_size=70, capacity=9),
     small(Case(name="wide", tokens=(0, 0, 0), num_experts=9, top_k=4, hidden_size=1700)),
+    dataclasses.replace(cases.with_formats(NARROW, None, "fp8_block"), name="quantised back"),
 )
 
 
@@ -140,11 +119,11 @@ class CheckedLayer:
         return received
 
 
-def check_turns(rounds: int) -> None:
+def check_turns(rounds: int = 60) -> None:
     """Layers in an irregular order, every buffer poisoned, ranks delayed."""
-    choose = random.Random(3)
+    choose = random.Random(1)
     order = [choose.randrange(len(TURNS)) for _ in range(rounds)]
-    assert {(a, b) for a, b in itertools.pairwise(order)} >= {(0, 1), (1, 0), (0, 2)}
+    assert len(set(itertools.pairwise(order))) == len(TURNS) ** 2, "each after each"
     inputs = [varying_inputs(case, rounds) for case in TURNS]
 
     def rank_main(group: ThreadGroup) -> list[Seen]:
@@ -166,55 +145,35 @@ def check_turns(rounds: int) -> None:
         check_rounds(TURNS[turn], [inputs[turn][number]], [[seen[number]] for seen in by_rank])
 
 
-def test_rounds_of_both_kinds_take_turns() -> None:
-    check_turns(60)
+#: Lines of the small combine: before it sends, signals and receives.
+PLACES = (
+    "  if (role.sends()) send_rows<",
+    "    publish_combined<",
+    "  int token = share / plan.parts;\n",
+)
 
 
-# What a kernel with a mistake in it does.
+def slow_by_turns() -> host.HostLibrary:
+    """Rank 1 sleeps in each of its small combines, at one of the places after the other."""
+    text = LAYER.host_source()
+    for number, line in enumerate(PLACES):
+        sleep = (
+            f"  static int calls = {number};\n"
+            "  if (args.geometry.ep_rank == 1 && calls++ % 3 == 0) {\n"
+            "    timespec time{0, 2000000};\n    nanosleep(&time, nullptr);\n  }\n"
+        )
+        text = replace_once(text, line, sleep + line)
+    return host.HostLibrary(host.build(text, emulated.FLAGS_OF_DELAYED))
 
 
-class SomeKernels(host.HostLibrary):
-    """A library without kernels that layers load and a test does not launch."""
-
-    def kernel(self, name: str, struct: type[ctypes.Structure]) -> Callable[[Any, int], None]:
-        try:
-            return super().kernel(name, struct)
-        except AttributeError:
-            return lambda _args, _grid: pytest.fail(f"launches {name}, which is not compiled")
+SLOW = {"random": delays.randomly_delayed, "by turns": slow_by_turns}
 
 
-#: All that rounds of small batches launch.
-SMALL_KERNELS = Family("", (SMALL_DISPATCH, SMALL_COMBINE))
-
-
-def broken(
-    monkeypatch: pytest.MonkeyPatch, line: str, instead: str, kernels: Family = SMALL_KERNELS
-) -> None:
-    text = replace_once(kernels.host_source(), line, instead)
-    library = SomeKernels(host.build(text, (*host.FLAGS, "-O0")))
+@pytest.mark.parametrize("slow", SLOW)
+def test_rounds_of_both_kinds_take_turns(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = SLOW[slow]()
     monkeypatch.setattr(host, "load", lambda _text: library)
-
-
-def test_a_unit_that_is_not_cleared_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken(monkeypatch, "      clear_unit<Unit>(units + i * kUnitBytes);\n", "", LAYER)
-    with pytest.raises(Exception, match="has left a unit"):
-        check_turns(40)
-
-
-MUTANTS = {
-    "slots": ("counts[turn] && tokens[turn].has", "counts[turn] && !tokens[turn].has"),
-    "parts": ("kPartBytes<Unit> + chunk", "kPartBytes<Unit> * 2 + chunk"),
-    "ids": ("const bool keeps = received.keeps(args, id);", "const bool keeps = true;"),
-    "empty": ("int word = filled + column", "int word = filled + 1 + column"),
-}
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_mistake_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = dataclasses.replace(LONG, received_ids="elsewhere", tokens=(5, 3, 2), timeout_s=2.0)
-    broken(monkeypatch, *MUTANTS[mutant])
-    with pytest.raises((AssertionError, ExchangeTimeoutError)):
-        check_one_round(case)
+    check_turns()
 
 
 def check_one_round(case: Case) -> None:
@@ -235,9 +194,9 @@ def own_experts(case: Case, rank: int) -> Inputs:
     return inputs._replace(topk_ids=torch.full_like(inputs.topk_ids, 2 * rank))
 
 
-def is_overtaken(then: Case, patience_s: float) -> bool:
-    """Whether rank 0 dispatches again, as `then` says, before rank 1 has signalled its combine."""
-    first = small(SETTLED)
+def check_nobody_overtakes(kind: bool, patience_s: float) -> None:
+    """Rank 0 may not dispatch a batch of this kind before rank 1 has signalled its combine."""
+    first, then = small(SETTLED), dataclasses.replace(SETTLED, small=kind, hidden_size=40)
     has_received = threading.Event()
 
     def rank_main(group: ThreadGroup) -> bool:
@@ -268,77 +227,42 @@ def is_overtaken(then: Case, patience_s: float) -> bool:
         layer.close()
         return overtaken
 
-    return any(run_ranks(2, rank_main))
+    assert not any(run_ranks(2, rank_main))
 
 
 @pytest.mark.parametrize("kind", [True, False], ids=["small", "bulk"])
 def test_nobody_dispatches_into_a_round_that_has_not_ended(kind: bool) -> None:
-    assert not is_overtaken(dataclasses.replace(SETTLED, small=kind, hidden_size=40), 0.2)
-
-
-@pytest.mark.parametrize("kind", [True, False], ids=["small", "bulk"])
-def test_a_rank_that_overtakes_is_noticed(kind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P12 away."""
-    wait = "  while (!has_reached(seen = load_acquire_sys(cell), epoch, most_ahead)) {"
-    broken(monkeypatch, wait, "  while (false) {", SMALL_KERNELS if kind else LAYER)
-    then = dataclasses.replace(SETTLED, small=kind, hidden_size=40)
-    assert is_overtaken(then, 30.0)
+    check_nobody_overtakes(kind, 0.2)
 
 
 # Ranks that are missing, or that do something else.
 
 
-#: Phase, ranks and epoch that an error names.
-Named = tuple[str, tuple[int, ...], int]
-
-
-def errors_of(case: Case, body: Callable[[ThreadGroup, MoeAllToAll], object]) -> list[Named | None]:
-    """What each rank's body reports. No rank leaves before all have come to their end."""
-
-    def rank_main(group: ThreadGroup) -> Named | None:
-        with MoeAllToAll.create(case.config(group.rank), group) as layer:
-            found = None
-            try:
-                body(group, layer)
-            except ExchangeTimeoutError as error:
-                found = error.phase, tuple(error.ranks), error.epoch
-            group.all_gather_object(None)
-            return found
-
-    return run_ranks(case.ep_size, rank_main)
-
-
 MISSING = small(Case(name="missing", tokens=(3, 2, 1), num_experts=6, top_k=1, timeout_s=1.0))
 
 
+@pytest.mark.parametrize("verb", ["dispatch", "combine"])
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_rank_that_does_not_dispatch(num_threads: int) -> None:
-    case = dataclasses.replace(MISSING, num_threads=num_threads)
-    inputs = cases.make_inputs(case)
-
-    def body(group: ThreadGroup, layer: MoeAllToAll) -> None:
-        if group.rank != 2:
-            layer.dispatch(*inputs[group.rank])
-
-    named = ("dispatch", (2,), 1)
-    assert errors_of(case, body) == [named, named, None]
-
-
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_rank_that_does_not_combine(num_threads: int) -> None:
-    """No rank has a row there, so the others notice in the next dispatch, and name the combine."""
+def test_a_rank_that_does_not_come(num_threads: int, verb: str) -> None:
+    """No rank has a row there, so the others notice a combine in the next dispatch, and name it."""
     case = dataclasses.replace(MISSING, num_threads=num_threads)
 
-    def body(group: ThreadGroup, layer: MoeAllToAll) -> None:
-        mine = own_experts(case, group.rank)
-        received = layer.dispatch(*mine)
-        if group.rank == 2:
-            return
-        layer.combine(received.hidden_states, received.metadata)
-        layer.dispatch(*mine)
+    def rank_main(group: ThreadGroup) -> tuple[str, tuple[int, ...], int] | None:
+        mine, found = own_experts(case, group.rank), None
+        with MoeAllToAll.create(case.config(group.rank), group) as layer:
+            try:
+                if group.rank != 2 or verb == "combine":
+                    received = layer.dispatch(*mine)
+                if group.rank != 2:
+                    layer.combine(received.hidden_states, received.metadata)
+                    layer.dispatch(*mine)
+            except ExchangeTimeoutError as error:
+                found = error.phase, tuple(error.ranks), error.epoch
+            group.all_gather_object(None)  # no rank leaves before all have come to their end
+        return found
 
-    named = ("combine", (2,), 1)
-    assert errors_of(case, body) == [named, named, None]
+    named = (verb, (2,), 1)
+    assert run_ranks(case.ep_size, rank_main) == [named, named, None]
 
 
 @pytest.mark.parametrize("kind", [True, False], ids=["small", "bulk"])
