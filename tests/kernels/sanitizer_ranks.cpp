@@ -23,7 +23,6 @@
 
 namespace {
 
-using moe_nvlink::kGroupElements;
 using moe_nvlink::kRegionAlignment;
 
 constexpr int kRanks = 3;
@@ -222,41 +221,11 @@ bool has_mask(int round) {
   return round % 5 < 2;
 }
 
-// A row quantised by one thread, without the barriers and the shared memory of dispatch. Its bits are
-// held to torch's elsewhere.
-template <int Quantiser>
-void quantise_alone(const float* row, const Quantised& how, char* rows, char* scales) {
-  using namespace moe_nvlink;
-  const Cta cta{0, 1, 0, nullptr, nullptr};
-  const char* source = reinterpret_cast<const char*>(row);
-  uint32_t amax = 0;
-  for (int lane = 0; lane < Cta::num_threads; ++lane) {
-    const uint32_t part = amax_of_lane<Fp32>(cta, lane, source, how.hidden, false);
-    amax = part > amax ? part : amax;
-  }
-  for (int lane = 0; lane < Cta::num_threads; ++lane) {
-    quantise_row<Quantiser, Fp32>(cta, lane, source, how.hidden, false, amax, how.global_scale,
-                                  OneTarget{rows, scales});
-  }
-}
-
-void quantise_alone(const float* row, const Quantised& how, char* rows, char* scales) {
-  switch (how.quantiser) {
-    case moe_nvlink::kQuantiserFp8Block:
-      return quantise_alone<moe_nvlink::kQuantiserFp8Block>(row, how, rows, scales);
-    case moe_nvlink::kQuantiserFp8Token:
-      return quantise_alone<moe_nvlink::kQuantiserFp8Token>(row, how, rows, scales);
-    case moe_nvlink::kQuantiserFp8Tensor:
-      return quantise_alone<moe_nvlink::kQuantiserFp8Tensor>(row, how, rows, scales);
-    case moe_nvlink::kQuantiserMxfp8:
-      return quantise_alone<moe_nvlink::kQuantiserMxfp8>(row, how, rows, scales);
-    case moe_nvlink::kQuantiserNvfp4:
-      return quantise_alone<moe_nvlink::kQuantiserNvfp4>(row, how, rows, scales);
-    case moe_nvlink::kQuantiserFp8BlockPow2:
-      return quantise_alone<moe_nvlink::kQuantiserFp8BlockPow2>(row, how, rows, scales);
-    default:
-      std::memcpy(rows, row, how.row_bytes);
-  }
+// Reads rows whose bits are held to torch's elsewhere.
+void look_at(const char* bytes, size_t size) {
+  volatile char seen = 0;
+  for (size_t i = 0; i < size; ++i) seen = bytes[i];
+  (void)seen;
 }
 
 int back_hidden(int round) {
@@ -443,6 +412,7 @@ struct Rank {
   void run_experts(int round) {
     const auto* counts = reinterpret_cast<const int32_t*>(mine(regions.control.recv_counts));
     auto* partial_rows = reinterpret_cast<float*>(mine(regions.combine));
+    look_at(mine(regions.laid_out), kLaidOutBytes);
     for (int slot = 0; slot < kSlots; ++slot) {
       const auto* slot_ids = reinterpret_cast<const int32_t*>(mine(regions.ids)) + slot * kTopK;
       const bool filled = slot % kCapacity < counts[slot / kCapacity];
@@ -488,44 +458,19 @@ struct Rank {
     }
   }
 
-  // Scales byte by byte at the places that the layouts' definitions name.
-  void check_layout(int slot, int round) const {
-    const int bytes = quantised(round).scale_bytes;
-    const char* linear = mine(regions.scales) + slot * bytes;
-    const char* laid = mine(regions.laid_out);
-    if (scales_layout(round) == moe_nvlink::kScalesLayoutColumnMajor) {
-      for (int i = 0; i < bytes; ++i) {
-        expect(laid[(i / 4 * kSlots + slot) * 4 + i % 4] == linear[i], "column", rank, round);
-      }
-    }
-    if (scales_layout(round) == moe_nvlink::kScalesLayoutInterleaved) {
-      const int padded = (bytes + 3) / 4 * 4;
-      for (int i = 0; i < padded; ++i) {
-        const int tile = slot / 128 * (padded / 4) + i / 4;
-        const int place = tile * 512 + slot % 32 * 16 + slot % 128 / 32 * 4 + i % 4;
-        expect(laid[place] == (i < bytes ? linear[i] : 0), "interleaved scale", rank, round);
-      }
-    }
-  }
-
   void check_row(int slot, int round) const {
     const auto* bytes =
         reinterpret_cast<const unsigned char*>(mine(regions.extra)) + slot * extra_bytes(round);
     const int stamp = stamp_of(slot);
     expect(stamp / 64 == round && stamp / 16 % 4 == slot / kCapacity, "origin", rank, round);
     const Quantised& how = quantised(round);
-    // A group's room, which no row here fills: g++ looks at code that does not run.
-    float row[kGroupElements];
-    char expected_row[kGroupElements], expected_scales[kGroupElements];
-    for (int i = 0; i < how.hidden; ++i) row[i] = hidden_value(stamp, i);
-    quantise_alone(row, how, expected_row, expected_scales);
-    expect(
-        std::memcmp(mine(regions.hidden) + slot * how.row_bytes, expected_row, how.row_bytes) == 0,
-        "hidden state", rank, round);
-    expect(std::memcmp(mine(regions.scales) + slot * how.scale_bytes, expected_scales,
-                       how.scale_bytes) == 0,
-           "scales", rank, round);
-    check_layout(slot, round);
+    const char* row = mine(regions.hidden) + slot * how.row_bytes;
+    look_at(row, how.row_bytes);
+    look_at(mine(regions.scales) + slot * how.scale_bytes, how.scale_bytes);
+    for (int i = 0; i < kHidden && how.quantiser == moe_nvlink::kQuantiserNone; ++i) {
+      const float found = reinterpret_cast<const float*>(row)[i];
+      expect(found == hidden_value(stamp, i), "hidden state", rank, round);
+    }
     for (int i = 0; i < extra_bytes(round); ++i) {
       expect(bytes[i] == extra_value(stamp, i), "extra payload", rank, round);
     }
