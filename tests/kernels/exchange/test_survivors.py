@@ -30,7 +30,7 @@ from moe_nvlink_plugin.errors import (
     InputError,
     PeerError,
 )
-from moe_nvlink_plugin.exchange import survivors
+from moe_nvlink_plugin.exchange import rank_masks, survivors
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants
@@ -669,6 +669,31 @@ def test_a_launch_that_names_a_rank_that_has_gone(small: bool) -> None:
 
     inputs = cases.make_inputs(Case(name="together", tokens=(3,) * 3))
     together(3, body, small=small)
+
+
+def test_the_tensor_that_graphs_capture() -> None:
+    """It is one tensor from the first call on, and mask() changes its content."""
+
+    def body(layer: MoeAllToAll, rank: int) -> None:
+        mask = layer.active_ranks
+        assert rank_masks.ranks_in(mask, 4) == [0, 1, 2, 3]
+        for gone in range(3):
+            if rank >= 4 - gone:
+                return
+            if gone:
+                layer.mask(4 - gone)
+            assert layer.active_ranks is mask
+            assert rank_masks.ranks_in(mask, 4) == list(range(4 - gone))
+            seen[gone][rank] = cases.run_round(layer, inputs[rank], active_ranks=mask)
+
+    case = Case(name="together", tokens=(3,) * 4)
+    inputs, seen = cases.make_inputs(case), tuple(dict[int, Seen]() for _ in range(3))
+    together(4, body)
+    for gone, of_round in enumerate(seen):
+        masked = dataclasses.replace(case, left_out=tuple(range(4 - gone, 4)))
+        assert len(of_round) == 4 - gone
+        for rank, mine in of_round.items():
+            _check(masked, inputs, rank, mine)
 
 
 def test_no_layer_is_added_after_a_death() -> None:

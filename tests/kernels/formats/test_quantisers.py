@@ -144,26 +144,12 @@ FORMATS = pytest.mark.parametrize(
 )
 
 
-def convert(name: str, element: str, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    on_host(name, constants()[element], source, target, source.numel())
-    return target
-
-
-def first_difference(patterns: torch.Tensor, ours: torch.Tensor, torchs: torch.Tensor) -> str:
-    index = int((ours != torchs).nonzero()[0])
-    values = (int(tensor[index]) & 0xFFFFFFFF for tensor in (patterns, ours, torchs))
-    return "pattern {:#x} became {:#x}, with torch {:#x}".format(*values)
-
-
 @FORMATS
 def test_every_16_bit_pattern_to_fp32(element: str, dtype: torch.dtype) -> None:
-    patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16)
-    ours = convert("to_float", element, patterns, torch.empty(65536)).view(torch.int32)
-    torchs = patterns.view(dtype).float().view(torch.int32)
-    # A NaN stays a NaN; which one is not promised.
-    both_nan = ours.view(torch.float32).isnan() & torchs.view(torch.float32).isnan()
-    different = (ours != torchs) & ~both_nan
-    assert not bool(different.any()), first_difference(patterns, ours, torchs)
+    """A NaN stays a NaN; which one is not promised."""
+    patterns, ours = rows_of.patterns(dtype), torch.empty(65536)
+    on_host("to_float", constants()[element], patterns, ours, len(patterns))
+    assert not bool(differing(ours, patterns.float()).any())
 
 
 def interesting_fp32() -> torch.Tensor:
@@ -187,13 +173,10 @@ def interesting_fp32() -> torch.Tensor:
 
 @FORMATS
 def test_fp32_to_16_bits(element: str, dtype: torch.dtype) -> None:
-    patterns = interesting_fp32()
-    ours = torch.empty(patterns.shape, dtype=torch.int16)
-    convert("from_float", element, patterns, ours)
-    torchs = patterns.view(torch.float32).to(dtype).view(torch.int16)
-    both_nan = ours.view(dtype).isnan() & torchs.view(dtype).isnan()
-    different = (ours != torchs) & ~both_nan
-    assert not bool(different.any()), first_difference(patterns, ours, torchs)
+    values = interesting_fp32().view(torch.float32)
+    ours = torch.empty(len(values), dtype=dtype)
+    on_host("from_float", constants()[element], values, ours, len(values))
+    assert not bool(differing(ours, values.to(dtype)).any())
 
 
 # ---- Conversions and division.

@@ -20,7 +20,7 @@ from moe_nvlink_plugin.errors import ExchangeTimeoutError
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.exchange.sizes import staged_bytes
 from moe_nvlink_plugin.jit import host
-from moe_nvlink_plugin.jit.header import constants
+from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from moe_nvlink_plugin.verify import cases, compare
 from moe_nvlink_plugin.verify.cases import Case, Inputs, Seen
@@ -104,6 +104,19 @@ TURNS = (
 )
 
 
+#: Those whose combine reads rows in its peers' memory.
+PULLED = (1, 3)
+
+
+def left_by_combine(layer: MoeAllToAll) -> tuple[int, bool]:
+    """What the next dispatch must know: the epoch, and whether rows were read at the peers."""
+    args = layer._layer.channel(0)._dispatch_args
+    place = args.window_base + args.geometry.ep_rank * args.rank_stride + 256 * args.control.local
+    local: Any = structs()["LocalControl"]
+    control = local.from_address(place)
+    return control.combined_epoch, bool(control.has_pulled)
+
+
 class CheckedLayer:
     """A layer whose dispatch leaves no unit: until this rank's combine nobody may send more."""
 
@@ -136,6 +149,7 @@ def check_turns(rounds: int = 60) -> None:
         for number, turn in enumerate(order):
             layer: Any = CheckedLayer(layers[turn]) if TURNS[turn].small else layers[turn]
             seen.append(poisoned_round(layer, inputs[turn][number][group.rank], delay))
+            assert left_by_combine(layers[turn]) == (number + 1, turn in PULLED)
         for layer in layers:
             layer.close()
         return seen
