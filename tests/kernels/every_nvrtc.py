@@ -116,22 +116,6 @@ def ends() -> list[Kernel]:
     return [kernel for kernel in kernels() if kernel.architecture in _ENDS]
 
 
-def halves() -> tuple[list[Kernel], list[Kernel]]:
-    """The kernels of `ends` in two lists: a kind that one has for the oldest architecture, the
-    other has for the newest. Those that are for one architecture alone take turns.
-    """
-    lists: tuple[list[Kernel], list[Kernel]] = ([], [])
-    of_name: dict[str, list[Kernel]] = {}
-    for kernel in ends():
-        of_name.setdefault(kernel.name, []).append(kernel)
-    alone = itertools.count()
-    for number, of_kind in enumerate(of_name.values()):
-        turn = number if len(of_kind) > 1 else next(alone)
-        for place, kernel in enumerate(of_kind):
-            lists[(turn + place) % 2].append(kernel)
-    return lists
-
-
 def few() -> list[Kernel]:
     """One kernel of each family, the architectures in turn."""
     every = kernels()
@@ -149,8 +133,8 @@ def few() -> list[Kernel]:
 LISTS: dict[str, Callable[[], list[Kernel]]] = {
     "few": few,
     "ends": ends,
-    "half": lambda: halves()[0],
-    "other half": lambda: halves()[1],
+    "half": lambda: ends()[::2],
+    "other half": lambda: ends()[1::2],
     "short": kernels,
     "whole": functools.partial(kernels, whole=True),
 }

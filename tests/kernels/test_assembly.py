@@ -225,37 +225,8 @@ def test_codes_made_one_by_one_are_noticed() -> None:
     assert not encodes_with_vectors(symbols["piece_fp8"], 128)
 
 
-#: Stands in present_rows.h for a sum of registers.
-ONE_BY_ONE = """
-HD FloatRegister one_by_one(FloatRegister a, FloatRegister b) {
-  for (int i = 0; i < kRegisterFloats; ++i) a[i] += b[i];
-  return a;
-}
-HD RegisterPair one_by_one(RegisterPair a, RegisterPair b) {
-  return {one_by_one(a.even, b.even), one_by_one(a.odd, b.odd)};
-}
-"""
-
-
-def with_scalar_sums(text: str) -> str:
-    """Combine's sums of registers, made one element after the other."""
-    start = "template <class Element, int ElementBytes>\nstruct UnquantisedTerm;"
-    for pattern, replacement, times in (
-        (re.escape(start), lambda found: ONE_BY_ONE + found[0], 1),
-        (r"total \+= (Term::load\(rows\[\d\], element\))", r"total = one_by_one(total, \1)", 3),
-        (r"sum \+= (added == nullptr .*?, element\));", r"sum = one_by_one(sum, \1);", 1),
-        (r"return (Tree<.*?>\(rows, element\)) \+\s+(Tree<.*?element\));",
-         r"return one_by_one(\1, \2);", 1),
-        (r"\((quarters\[0\]) \+ (quarters\[1\])\) \+ \((quarters\[2\]) \+ (quarters\[3\])\)",
-         r"one_by_one(one_by_one(\1, \2), one_by_one(\3, \4))", 1),
-    ):  # fmt: skip
-        text, found = re.subn(pattern, replacement, text, flags=re.DOTALL)
-        assert found == times, f"{pattern} found {found} times"
-    return text
-
-
 def test_scalar_code_is_noticed() -> None:
-    """Rows moved byte by byte, sums made element by element, loops left as they are written."""
+    """Rows moved byte by byte, loops left as they are written."""
     # Without quantisers and the head's kernels, which move vectors too.
     constants = {"int kTopK": "8", "int kTopKBound": "8", "int kElement": "0"}
     constants |= {"int kQuantiser": "0", "int kCombine": "0"}
@@ -266,11 +237,9 @@ def test_scalar_code_is_noticed() -> None:
     text = unstreamed.replace("put_range<kVectorBytes, ", "put_range<1, ")
     assert whole != unstreamed != text
     symbols = disassembly(
-        with_scalar_sums(text),
-        (*host.FLAGS, "-O1", "-fno-tree-vectorize", "-fno-tree-slp-vectorize"),
+        text, (*host.FLAGS, "-O1", "-fno-tree-vectorize", "-fno-tree-slp-vectorize")
     )
     assert not copies_with_vectors(code_of(symbols, "dispatch", "put_r"))
-    assert not adds_with_vectors(code_of(symbols, "combine", *SUMS))
 
 
 def test_an_argmax_of_one_logit_after_the_other_is_noticed() -> None:

@@ -23,11 +23,9 @@ from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.verify import cases, compare
 from moe_nvlink_plugin.verify.cases import Case
-from tests.gpu import test_cases as test_gpu_cases
 from tests.gpu import test_rounds as test_gpu_rounds
 from tests.support import case_list, delays, emulated, emulated_text, fake_cuda, sanitized
 from tests.support import ranks as processes
-from tests.support.case_list import CASES, RECIPE_CASES
 from tests.support.long_tests import first_of
 from tests.support.sass import cuobjdump
 
@@ -51,35 +49,6 @@ FUSED = Case(
 QUANTISED = dataclasses.replace(
     cases.with_formats(FUSED, "fp8_block", "nvfp4"), name="fused, quantised", hidden_size=256
 )
-
-
-@pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.name.replace(" ", "-"))
-def test_named_case(case: Case) -> None:
-    emulated.check_case("cpu", case, ctas=case.num_threads)
-
-
-@pytest.mark.parametrize(
-    "case", test_gpu_cases.SMALL_CASES[::5], ids=lambda case: case.name.replace(" ", "-")
-)
-def test_small_batch(case: Case) -> None:
-    emulated.check_case("cpu", case, ctas=case.num_threads)
-
-
-@pytest.mark.parametrize("case", RECIPE_CASES[::11], ids=lambda case: case.name.replace(" ", "-"))
-def test_named_case_quantised(case: Case) -> None:
-    for post_quant in (False, True):
-        emulated.check_case("cpu", case, ctas=case.num_threads, post_quant=post_quant)
-
-
-@pytest.mark.parametrize("hidden_splits", [2, 5])
-def test_split_rows(hidden_splits: int) -> None:
-    case = Case(name="split", tokens=(8, 3, 0), hidden_size=301, dtype=torch.bfloat16)
-    emulated.check_case("cpu", case, ctas=3, hidden_splits=hidden_splits)
-
-
-def test_many_ranks() -> None:
-    case = Case(name="32 ranks", tokens=tuple(range(8)) * 4, num_experts=70, top_k=8)
-    emulated.check_case("cpu", case, rounds=1)
 
 
 @pytest.mark.long
@@ -209,43 +178,6 @@ def test_entry_points_compile_and_64_ranks_fit(
         assert emulated.ctas_per_rank(64, H100_SMS, per_sm, 16) >= 2, line[1]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_benchmarks_kernels_compile(architecture: str) -> None:
-    """And spill nothing: a strict compilation would fail."""
-    element = constants()["kElementBf16"]
-    text = emulated_text.device_source(8, element, 8, as_product=True, small=True)
-    nvrtc.compile_cubin(text, architecture, strict=True)
-
-
-@pytest.mark.parametrize(("recipe", "architecture"), [("Fp8Token", "sm_90a"), ("Nvfp4", "sm_100a")])
-def test_the_benchmarks_quantiser_compiles(recipe: str, architecture: str) -> None:
-    """The quantiser alone, with its row's largest magnitude and with the hardware's conversions."""
-    element, quantiser = constants()["kElementBf16"], constants()[f"kQuantiser{recipe}"]
-    text = emulated_text.device_source(
-        1, element, 8, alone=True, as_product=True, quantiser=quantiser
-    )
-    nvrtc.compile_cubin(text, architecture, strict=True)
-
-
-def test_the_bug_for_racecheck_compiles() -> None:
-    """tests/support/sanitized.py takes a barrier out of this text."""
-    intact = emulated_text.device_source(2, constants()["kElementBf16"], 8)
-    broken = sanitized.without_barrier(intact)
-    barriers = [
-        cuobjdump(code, "-sass", "-fun", ENTRY).count("BAR.SYNC")
-        for code in (nvrtc.compile_cubin(text, "sm_90a", strict=False) for text in (intact, broken))
-    ]
-    assert barriers[1] < barriers[0], barriers
-
-
-@pytest.mark.parametrize(("pdl", "sown"), [(True, False), (False, True), (True, True)])
-def test_variants_compile(pdl: bool, sown: bool) -> None:
-    code = emulated.cubin(3, constants()["kElementFp32"], 8, "sm_90a", pdl=pdl, delays=sown)
-    sass = cuobjdump(code, "-sass", "-fun", ENTRY)
-    assert ("ACQBULK" in sass) == pdl
-    assert ("NANOSLEEP" in sass) == sown
-
-
 @pytest.mark.parametrize("pdl", first_of([True, False]))
 def test_the_gpu_code_on_a_stand_in_driver(
     pdl: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -328,18 +260,3 @@ def test_the_mirror_of_rounds_args_is_the_struct() -> None:
     names = [field[0] for field in emulated_text.RoundsArgs._fields_]
     struct = emulated_text._ROUNDS.split("struct RoundsArgs {")[1].split("};")[0]
     assert re.findall(r"(\w+);", struct) == names
-
-
-def test_what_was_compiled_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine code on disk, also where a line of the text was replaced, which must not be taken
-    for the intact text.
-    """
-    kernel = (2, 0, 8, "sm_90a")
-    monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(tmp_path / "cache"))
-    emulated.cubin.cache_clear()
-    broken = emulated.broken_cubin(*test_gpu_rounds.LEFT_OUT["combine"])
-    made = emulated.cubin(*kernel), broken(*kernel)
-    assert made[0] != made[1]
-    monkeypatch.setattr(nvrtc, "compile_cubin", lambda *args, **options: pytest.fail("compiled"))
-    emulated.cubin.cache_clear()
-    assert (emulated.cubin(*kernel), broken(*kernel)) == made

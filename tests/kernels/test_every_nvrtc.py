@@ -13,7 +13,6 @@ import itertools
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -44,17 +43,12 @@ def test_messages_name_the_oldest() -> None:
     assert nvrtc.TRIED[0] == every_nvrtc.oldest()
 
 
-def in_rotation(*names: str) -> list[Any]:
-    """Of the lists of every_nvrtc.py."""
-    return [pytest.param(name, marks=pytest.mark.long) for name in names]
-
-
 def check(release: Release, which: str) -> None:
     assert not release.refused(), every_nvrtc.complaints(release.refused())
     assert len(release.outcomes) == len(every_nvrtc.LISTS[which]())
 
 
-@pytest.mark.parametrize("which", ["few", *in_rotation("half", "other half")])
+@pytest.mark.parametrize("which", long_tests.first_of(["few", "half", "other half"]))
 def test_the_oldest_compiles_every_kind(which: str) -> None:
     release = every_nvrtc.compile_all(oldest_release(), which=which, time_limit_s=1700)
     assert every_nvrtc.oldest().startswith(f"{release.version}.")
@@ -67,22 +61,6 @@ def test_this_environments_compiles_every_kind(which: str) -> None:
     release = every_nvrtc.compile_all(None, which=which, time_limit_s=1700)
     assert release.version == nvrtc.version()
     check(release, which)
-
-
-def test_the_halves_have_every_kind() -> None:
-    """Together every kernel once; each has every kind that is for both architectures."""
-    ends = {nvrtc.ARCHITECTURES[0], nvrtc.ARCHITECTURES[-1]}
-    families = {one.family for one in every_nvrtc.kernels(whole=True)}
-    every = every_nvrtc.ends()
-    assert {(one.family, one.architecture) for one in every} == set(
-        itertools.product(families, ends)
-    )
-    halves = [[(one.name, one.architecture) for one in half] for half in every_nvrtc.halves()]
-    assert sorted(halves[0] + halves[1]) == sorted((one.name, one.architecture) for one in every)
-    for half in every_nvrtc.halves():
-        assert {one.family for one in half} == families
-    twice = {name for name, _ in halves[0]} & {name for name, _ in halves[1]}
-    assert len(halves[0]) + len(halves[1]) - len(twice) == len({one.name for one in every})
 
 
 @pytest.mark.parametrize("whole", long_tests.first_of([False, True]))

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -743,7 +742,6 @@ def sums_wait(text: str) -> str:
 
 
 GENERIC = instead("load_word(&local_control(args)->epoch)", "local_control(args)->epoch")
-HEAD_GENERIC = instead("load_word(&local->epoch) + 1;", "local->epoch + 1;")
 IN_LOCAL_MEMORY = instead("if (most <= best) continue;", "if (orders[best % Width] == 7) continue;")
 MASK_WAITS = instead(
     "  if (args.active_ranks != 0) {\n    const uint64_t* words =",
@@ -833,17 +831,12 @@ MUTANTS: tuple[tuple[str, Build, Edit, Check], ...] = (
     ("relaxed", Build(DISPATCH), relaxed, DISPATCH_ORDER),
     ("relaxed", Build(COMBINE), relaxed, COMBINE_ORDER),
     ("relaxed", Build(GATHER), relaxed, HEAD_ORDER),
-    ("relaxed", Build(ARGMAX), relaxed, HEAD_ORDER),
     ("generic", Build(DISPATCH), GENERIC, resources),
-    ("generic", Build(COMBINE), GENERIC, resources),
-    ("generic", Build(GATHER), HEAD_GENERIC, resources),
     ("order in local memory", Build(ARGMAX), IN_LOCAL_MEMORY, resources),
     ("half a cell", Build(DISPATCH), HALF_A_CELL, acquires_whole_cell),
-    ("half a cell", Build(DISPATCH, BLACKWELL), HALF_A_CELL, acquires_whole_cell),
     ("the mask waits", Build(DISPATCH), MASK_WAITS, route_waits_once),
     ("no conversions", Build(DISPATCH, recipe="mxfp8"), NO_CONVERSIONS, CONVERTS),
     ("sums wait", Build(COMBINE), sums_wait, LOADS_FIRST),
-    ("sums wait", Build(COMBINE, BLACKWELL), sums_wait, LOADS_FIRST),
     ("sums wait", Build(COMBINE, combine="nvfp4"), sums_wait, pulls_together),
     (
         "looks wait",
@@ -861,13 +854,10 @@ MUTANTS: tuple[tuple[str, Build, Edit, Check], ...] = (
     ("narrow loads", FP8_BACK, NARROW_LOADS, WIDE_BACK),
     ("narrow looks", Build(SMALL_COMBINE, units="12"), NARROW_LOOKS, LOOKS),
     ("one in flight", Build(DISPATCH), ONE_IN_FLIGHT, run_of_loads),
-    ("one in flight", Build(GATHER), ONE_IN_FLIGHT, run_of_loads),
-    ("one in flight", Build(COLLECT), ONE_IN_FLIGHT, run_of_loads),
     ("fused", Build(COMBINE), FUSED_SUMS, NOT_FUSED),
     ("always waits", Build(DISPATCH, pdl=False), ALWAYS_WAITS, no_pdl),
     ("signals first", Build(COMBINE), SIGNALS_FIRST, waits_first),
     ("loads early", Build(DISPATCH), LOADS_EARLY, waits_first),
-    ("loads early", Build(GATHER), LOADS_EARLY, waits_first),
     ("prepares late", Build(COMBINE), PREPARES_LATE, prepares_first),
     ("divides late", Build(SMALL_COMBINE), DIVIDES_LATE, divides_before_wait),
     ("the second vector waits", FP8_ROWS, SECOND_VECTOR_WAITS, loads_both_vectors),
@@ -928,14 +918,3 @@ def test_a_mutant_is_noticed(build: Build, edit: Edit, check: Check) -> None:
     code = sass.compiled(text, build.architecture, build.kernel.entry, strict=False)
     with pytest.raises(AssertionError):
         check(build, code)
-
-
-def test_no_driver_is_needed() -> None:
-    code = (
-        "from moe_nvlink_plugin.jit import nvrtc; from tests.support import kernel_texts;"
-        "text = kernel_texts.specialised_source(2, 0);"
-        "assert nvrtc.compile_cubin(text, 'sm_90a')[:4] == b'\\x7fELF';"
-        "raise SystemExit('libcuda.so' in open('/proc/self/maps').read())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=600)
-    assert done.returncode == 0

@@ -23,16 +23,6 @@ MP, fences: forbidden r0=1, r1=0
   gpu0.cta0.t0: st.weak data, 1; fence.acq_rel.sys; st.relaxed.sys flag, 1
   gpu1.cta0.t0: ld.relaxed.sys r0, flag; fence.acq_rel.sys; ld.weak r1, data
 
-MP, release and acquire, one CTA: forbidden r1=0
-  mixedproxy MP_cta.test
-  gpu0.cta0.t0: st.weak data, 1; st.release.cta flag, 1
-  gpu0.cta0.t1: ld.acquire.cta r0=1, flag; ld.weak r1, data
-
-MP, release and acquire, one GPU: forbidden r1=0
-  mixedproxy MP_gpu.test
-  gpu0.cta0.t0: st.weak data, 1; st.release.gpu flag, 1
-  gpu0.cta1.t0: ld.acquire.gpu r0=1, flag; ld.weak r1, data
-
 MP, release and acquire, two GPUs: forbidden r1=0
   mixedproxy Manual/MP-sys.test
   gpu0.cta0.t0: st.weak data, 1; st.release.sys flag, 1
@@ -42,11 +32,6 @@ MP, different scopes that hold each other: forbidden r1=0
   mixedproxy Manual/MP-cta-gpu.test
   gpu0.cta0.t0: st.weak data, 1; st.release.cta flag, 1
   gpu0.cta0.t1: ld.acquire.gpu r0=1, flag; ld.weak r1, data
-
-MP, relaxed: allowed r1=0
-  mixedproxy Manual/MP-relaxed.test
-  gpu0.cta0.t0: st.weak data, 1; st.relaxed.sys flag, 1
-  gpu0.cta1.t0: ld.relaxed.sys r0=1, flag; ld.weak r1, data
 
 MP, relaxed store: allowed r1=0
   ISA 8.8: a lone relaxed store is no release pattern

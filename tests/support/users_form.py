@@ -345,7 +345,7 @@ def of_processes(ep_size: int, *, small: bool) -> Case:
 
 @dataclasses.dataclass
 class Survived:
-    """What a survivor returns: the error's ranks, how often it called mask(), and its replays.
+    """What a survivor returns: the error's ranks and its replays.
 
     Attributes:
         given: what it filled in, per replay.
@@ -354,7 +354,6 @@ class Survived:
 
     named: tuple[int, ...] = ()
     works: float = 0.0
-    calls: int = 0
     given: list[Inputs] = dataclasses.field(default_factory=list)
     outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
@@ -386,7 +385,7 @@ def process_dies(ep_rank: int, ep_size: int, device: str, small: bool) -> Surviv
             _rounds_until_an_error(layer, inputs, dies=ep_rank == dead)
         survived.named = caught.value.ranks
         survived.works = float(torch.ones(8, device=device).sum())
-        survived.calls = _mask(layer, dead)
+        _mask(layer, dead)
         for of_round in rounds[ROUNDS_BEFORE_DEATH:]:
             one_round(of_round)
     return survived
@@ -402,8 +401,8 @@ def _rounds_until_an_error(layer: MoeAllToAll, inputs: Inputs, *, dies: bool) ->
         layer.synchronize()
 
 
-def _mask(layer: MoeAllToAll, dead: int) -> int:
-    """Calls mask() until the survivors have met, as its documentation asks; returns how often.
+def _mask(layer: MoeAllToAll, dead: int) -> None:
+    """Calls mask() until the survivors have met, as its documentation asks.
 
     One survivor may be later than another by more than mask() waits: a test has no bound for how
     long the machine holds up one of them while it clears away the process that was killed.
@@ -416,8 +415,7 @@ def _mask(layer: MoeAllToAll, dead: int) -> int:
             if calls == MOST_CALLS or error.phase != "mask" or dead in error.ranks:
                 raise
         else:
-            return calls
-    raise AssertionError("not reached")
+            return
 
 
 def check_process_dies(lives: list[Survived | None], *, small: bool) -> None:
