@@ -7,7 +7,7 @@ record i, or of the launch's parameters, against what the registers then hold, a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from tests.ptx import one_instruction as one
@@ -90,13 +90,12 @@ def _forms(opcode: str, orders: tuple[str, ...], hints: tuple[str, ...]) -> Iter
 
 
 LOADS = (
-    *_forms("ld", ("relaxed", "acquire"), ("nc", "cg", "cv", "nc.L1::no_allocate.L2::128B")),
-    Access("ldu.global.u32", "global"),
+    *_forms("ld", ("relaxed", "acquire"), ("nc",)),
     Access("ld.weak.global.u32", "global"),
     Access("ld.shared::cta.u32", "shared"),
 )
 STORES = (
-    *(each for each in _forms("st", ("relaxed", "release"), ("wb", "cs")) if each.space != "param"),
+    *(each for each in _forms("st", ("relaxed", "release"), ()) if each.space != "param"),
     *(Access(f"st.async.release.{scope}.global.b64", "global") for scope in ("gpu", "sys")),
 )
 
@@ -166,82 +165,39 @@ def stores_entry(name: str, accesses: tuple[Access, ...], *, generic_shared: boo
     return one.entry(name, "\n".join(lines), _DECLARED, words=WORDS * len(accesses))
 
 
-class Exchange(NamedTuple):
-    """One atomic: what becomes of a word `x`, with operands `b` and `c`."""
-
-    name: str
-    bits: int
-    after: Callable[[int, int, int], int]
-
-
-def _signed(choose: Callable[..., int], bits: int) -> Callable[[int, int, int], int]:
-    """min or max of numbers in two's complement."""
-
-    def number(word: int) -> int:
-        return word - (1 << bits) if word >> (bits - 1) else word
-
-    return lambda x, b, c: choose(x, b, key=number)
-
-
-def _exchanges() -> Iterator[Exchange]:
-    for bits in (32, 64):
-        yield Exchange(f"add.u{bits}", bits, lambda x, b, c: x + b)
-        yield Exchange(f"min.u{bits}", bits, lambda x, b, c: min(x, b))
-        yield Exchange(f"max.u{bits}", bits, lambda x, b, c: max(x, b))
-        yield Exchange(f"min.s{bits}", bits, _signed(min, bits))
-        yield Exchange(f"max.s{bits}", bits, _signed(max, bits))
-        yield Exchange(f"and.b{bits}", bits, lambda x, b, c: x & b)
-        yield Exchange(f"or.b{bits}", bits, lambda x, b, c: x | b)
-        yield Exchange(f"xor.b{bits}", bits, lambda x, b, c: x ^ b)
-        yield Exchange(f"exch.b{bits}", bits, lambda x, b, c: b)
-        yield Exchange(f"cas.b{bits}", bits, lambda x, b, c: c if x == b else x)
-    yield Exchange("inc.u32", 32, lambda x, b, c: 0 if x >= b else x + 1)
-    yield Exchange("dec.u32", 32, lambda x, b, c: b if x == 0 or x > b else x - 1)
-
-
-#: What the kernels have.
-_IN_KERNELS = (
-    *("acq_rel.gpu.global.add.u32", "relaxed.gpu.global.add.u32"),
-    "relaxed.cta.shared.add.u32",
-)
-_ORDERS = ("", "relaxed.gpu.", "acquire.sys.", "release.cta.", "acq_rel.gpu.", "acq_rel.sys.")
-_PLACES = itertools.cycle(itertools.product(_ORDERS, ("global.", "shared.", "")))
-#: Each operation with one order and space, which take turns.
+#: atom and red: what the kernels have, and each order and space with words of both sizes.
 ATOMICS = (
-    *(Exchange(name, 32, lambda x, b, c: x + b) for name in _IN_KERNELS),
+    *("acq_rel.gpu.global.add.u32", "relaxed.gpu.global.add.u32", "relaxed.cta.shared.add.u32"),
     *(
-        each._replace(name="".join((*place, each.name)))
-        for each, place in zip(_exchanges(), _PLACES, strict=False)
+        f"{order}{space}add.u{bits}"
+        for order in ("", "relaxed.gpu.", "acquire.sys.", "release.cta.", "acq_rel.sys.")
+        for space in ("global.", "shared.", "")
+        for bits in (32, 64)
     ),
 )
 
 
 def atomics_entry(name: str) -> str:
-    """Each atomic on a word that has the record's first word: what it was, what it became; then
-    the same by `red`, which returns nothing.
+    """Each atomic on a word that has the record's first word, with its second: what it was, what it
+    became; then the same by `red`, which returns nothing.
     """
     lines = [_INTO_SHARED.format(name=name)]
     for index, each in enumerate(ATOMICS):
-        registers = [f"%v{each.bits}_{n}" for n in range(4)]
-        for number in range(3):
+        bits = int(each[-2:])
+        word, added, was = (f"%v{bits}_{n}" for n in range(3))
+        for number, register in enumerate((word, added)):
             lines.append(f"ld.global.u64 %word7, [%record+{8 * number}];")
-            lines.append(_OF_WORD[each.bits].format(registers[number]))
-        operands = ", ".join(registers[1 : 3 if "cas." in each.name else 2])
-        place = f"%result+{8 * WORDS * index + 24}"
-        space = "shared" if "shared." in each.name else "global"
-        if space == "shared":
-            place = "%word5"
-        value = f"b{each.bits}"
-        for opcode, target, turn in (("atom", f"{registers[3]}, ", 0), ("red", "", 1)):
-            if "exch." in each.name or "cas." in each.name:
-                opcode = "atom"  # red has neither
-                target = f"{registers[3]}, "
-            lines.append(f"st.{space}.{value} [{place}], {registers[0]};")
-            lines.append(f"{opcode}.{each.name} {target}[{place}], {operands};")
+            lines.append(_OF_WORD[bits].format(register))
+        space, place = "global", f"%result+{8 * WORDS * index + 24}"
+        if "shared." in each:
+            space, place = "shared", "%word5"
+        for turn, call in enumerate((f"atom.{each} {was}, ", f"red.{each} ")):
+            lines.append(f"st.{space}.b{bits} [{place}], {word};")
+            lines.append(f"{call}[{place}], {added};")
             if turn == 0:
-                lines.append(_TO_WORD[each.bits].format(registers[3]))
+                lines.append(_TO_WORD[bits].format(was))
                 lines.append(f"st.global.u64 [%result+{8 * WORDS * index}], %word7;")
-            lines.append(f"ld.{space}.{value} {registers[3]}, [{place}];")
-            lines.append(_TO_WORD[each.bits].format(registers[3]))
+            lines.append(f"ld.{space}.b{bits} {was}, [{place}];")
+            lines.append(_TO_WORD[bits].format(was))
             lines.append(f"st.global.u64 [%result+{8 * (WORDS * index + 1 + turn)}], %word7;")
     return one.entry(name, "\n".join(lines), _DECLARED, words=WORDS * len(ATOMICS))

@@ -22,7 +22,7 @@ import numpy as np
 NAN = 0x7FFFFFFF
 _ANY_NAN = "any NaN"
 #: What a register of a type holds in bits; bN, uN and sN by their name.
-_BITS = {"f32": 32, "f16": 16, "f64": 64, "f16x2": 32, "e4m3x2": 16, "e2m1x2": 8, "pred": 1}
+_BITS = {"f32": 32, "f16": 16, "e4m3x2": 16, "e2m1x2": 8, "pred": 1}
 
 
 class Form(NamedTuple):
@@ -182,14 +182,11 @@ def _integers() -> Iterator[Form]:
         yield _binary(kind, "rem", lambda a, b: a - b * _divided(a, b))
         three = (kind, kind, kind)
         yield Form(f"mad.lo.{kind}", three, kind, lambda a, b, c: a * b + c)
-        yield Form(f"mad.hi.{kind}", three, kind, lambda a, b, c, n=bits: (a * b >> n) + c)
         if bits < 64:
             yield Form(f"mul.wide.{kind}", (kind, kind), wide, lambda a, b: a * b)
-            yield Form(f"mad.wide.{kind}", (kind, kind, wide), wide, lambda a, b, c: a * b + c)
         yield Form(f"shr.{kind}", (kind, "u32"), kind, lambda a, n: a >> n)
         if kind.startswith("s"):
             yield Form(f"neg.{kind}", (kind,), kind, lambda a: -a)
-            yield Form(f"abs.{kind}", (kind,), kind, abs)
 
 
 def _inserted(bits: int) -> Callable[[int, int, int, int], int]:
@@ -198,18 +195,6 @@ def _inserted(bits: int) -> Callable[[int, int, int, int], int]:
         return (b & ~mask) | (a << (position & 255) & mask)
 
     return lambda a, b, position, length: insert(a, b, position, length) & ((1 << bits) - 1)
-
-
-def _extracted(bits: int, is_signed: bool) -> Callable[[int, int, int], int]:
-    def extract(a: int, position: int, length: int) -> int:
-        position, length = position & 255, length & 255
-        raw = a & ((1 << bits) - 1)
-        sign = raw >> min(position + length - 1, bits - 1) & 1 if is_signed and length else 0
-        there = raw >> position
-        kept = max(min(length, bits - position), 0)
-        return there & ((1 << kept) - 1) | (-sign << kept)
-
-    return extract
 
 
 def _permuted(a: int, b: int, selector: int) -> int:
@@ -221,19 +206,6 @@ def _permuted(a: int, b: int, selector: int) -> int:
             byte = 255 * (byte >> 7)
         chosen |= byte << (8 * place)
     return chosen
-
-
-def _lop3(a: int, b: int, c: int) -> int:
-    return (a & b) ^ c  # whose table is 0x6a
-
-
-def _funnel(left: bool, wrap: bool) -> Callable[[int, int, int], int]:
-    def shift(low: int, high: int, count: int) -> int:
-        count = count & 31 if wrap else min(count, 32)
-        whole = high << 32 | low
-        return whole << count >> 32 if left else whole >> count
-
-    return shift
 
 
 def _bits() -> Iterator[Form]:
@@ -249,28 +221,13 @@ def _bits() -> Iterator[Form]:
     for kind in ("b32", "b64"):
         four, bits = (kind, kind, "u32", "u32"), width(kind)
         yield Form(f"bfi.{kind}", four, kind, _inserted(bits))
-        yield Form(f"cnot.{kind}", (kind,), kind, lambda a: a == 0)
-        yield Form(f"popc.{kind}", (kind,), "u32", lambda a: a.bit_count())
-        yield Form(f"clz.{kind}", (kind,), "u32", lambda a, n=bits: n - a.bit_length())
         yield Form(f"brev.{kind}", (kind,), kind, lambda a, n=bits: int(f"{a:0{n}b}"[::-1], 2))
-    for kind, bits in (("u32", 32), ("u64", 64)):
-        # Of zero: -1, which has all bits.
-        yield Form(f"bfind.{kind}", (kind,), "u32", lambda a: a.bit_length() - 1)
-        shift = lambda a, n=bits: n - a.bit_length() if a else -1  # noqa: E731
-        yield Form(f"bfind.shiftamt.{kind}", (kind,), "u32", shift)
-    for kind in ("s32", "u32", "s64", "u64"):
-        taken = _extracted(width(kind), kind.startswith("s"))
-        yield Form(f"bfe.{kind}", (kind, "u32", "u32"), kind, taken)
+    # Of zero: -1, which has all bits.
+    shift = lambda a: 32 - a.bit_length() if a else -1  # noqa: E731
+    yield Form("bfind.shiftamt.u32", ("u32",), "u32", shift)
     yield Form("prmt.b32", ("b32", "b32", "b32"), "b32", _permuted)
-    three = ("b32", "b32", "b32")
-    yield Form("lop3.b32", three, "b32", _lop3, None, "{name} %d, {sources}, 0x6a;")
-    for direction, mode in itertools.product("lr", ("wrap", "clamp")):
-        yield Form(
-            f"shf.{direction}.{mode}.b32",
-            ("b32", "b32", "u32"),
-            "b32",
-            _funnel(direction == "l", mode == "wrap"),
-        )
+    funnel = lambda low, high, count: (high << 32 | low) << (count & 31) >> 32  # noqa: E731
+    yield Form("shf.l.wrap.b32", ("b32", "b32", "u32"), "b32", funnel)
 
 
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
@@ -296,10 +253,6 @@ def _choices() -> Iterator[Form]:
         for suffix, of_nan in (("", False), ("u", True)):
             ordered = _ordered(compare, of_nan)
             yield Form(f"setp.{name}{suffix}.f32", ("f32", "f32"), "pred", ordered)
-    is_nan = np.isnan
-    two = ("f32", "f32")
-    yield Form("setp.num.f32", two, "pred", lambda a, b: not (is_nan(a) or is_nan(b)))
-    yield Form("setp.nan.f32", two, "pred", lambda a, b: bool(is_nan(a) or is_nan(b)))
     for kind in (*signed_or_not, "b16", "b32", "b64", "f32"):
         # By their bits: a NaN stays what it is.
         bits = kind if kind != "f32" else "b32"
@@ -307,65 +260,36 @@ def _choices() -> Iterator[Form]:
         yield Form(f"selp.{kind}", sources, bits, lambda a, b, p: a if p else b)
 
 
-#: Bits of the mantissa, least exponent, and the exponent that is too large.
-_FACTS = {
-    np.float32: (23, -126, 128),
-    np.float16: (10, -14, 16),
-    ml_dtypes.bfloat16: (7, -126, 128),
-}
-
-
-def rounded(exact: Fraction, kind: Any = np.float32) -> Any:
-    """The nearest value of a floating type that is not zero, of two the even one."""
-    mantissa_bits, least, most = _FACTS[kind]
+def rounded(exact: Fraction) -> Any:
+    """The nearest f32 of a number that is not zero, of two the even one."""
     size = abs(exact)
     exponent = size.numerator.bit_length() - size.denominator.bit_length()
     if size < Fraction(2) ** exponent:
         exponent -= 1
-    unit = Fraction(2) ** (max(exponent, least) - mantissa_bits)
+    unit = Fraction(2) ** (max(exponent, -126) - 23)
     nearest = round(size / unit) * unit  # Python rounds a half to even
-    value = kind(np.inf) if nearest >= 2**most else kind(float(nearest))
+    value = np.float32(np.inf if nearest >= 2**128 else float(nearest))
     return -value if exact < 0 else value
 
 
-def _exactly(kind: Any, formula: Callable[..., Any]) -> Callable[..., Any]:
-    """A formula of + and * over values of a floating type, rounded once."""
-
-    def compute(*values: Any) -> Any:
-        exact = None
-        if all(np.isfinite(value) for value in values):
-            exact = formula(*(Fraction(float(value)) for value in values))
-        if not exact:  # infinite, NaN, or a zero: f64, whose products are exact, knows the sign
-            return kind(formula(*(np.float64(value) for value in values)))
-        return rounded(exact, kind)
-
-    return compute
+def _fused(*values: np.float32) -> Any:
+    """a * b + c, rounded once."""
+    exact = None
+    if all(np.isfinite(value) for value in values):
+        a, b, c = (Fraction(float(value)) for value in values)
+        exact = a * b + c
+    if not exact:  # infinite, NaN, or a zero: f64, whose products are exact, knows the sign
+        a, b, c = (np.float64(value) for value in values)
+        return np.float32(a * b + c)
+    return rounded(exact)
 
 
-def _pairs(kind: Any, formula: Callable[..., Any]) -> Callable[..., int]:
-    """The same for two values of 16 bits in a register; NaN is 0x7fff."""
-    compute = _exactly(kind, formula)
-
-    def both(*words: int) -> int:
-        result = 0
-        for shift in (0, 16):
-            value = compute(*(np.uint16(word >> shift & 0xFFFF).view(kind) for word in words))
-            bits = 0x7FFF if np.isnan(value) else int(np.asarray(value).view(np.uint16))
-            result |= bits << shift
-        return result
-
-    return both
-
-
-def _largest(sign: int) -> Callable[[np.float32, np.float32], np.float32]:
-    def choose(a: np.float32, b: np.float32) -> np.float32:
-        if np.isnan(a) or np.isnan(b):
-            return b if np.isnan(a) else a
-        if a == b:  # zeros: -0.0 is the smaller
-            return a if bool(np.signbit(a)) == (sign < 0) else b
-        return a if (a > b) == (sign > 0) else b
-
-    return choose
+def _larger(a: np.float32, b: np.float32) -> np.float32:
+    if np.isnan(a) or np.isnan(b):
+        return b if np.isnan(a) else a
+    if a == b:  # zeros: -0.0 is the smaller
+        return b if np.signbit(a) else a
+    return max(a, b)
 
 
 def _with_sign(sign: np.float32, value: np.float32) -> int:
@@ -416,50 +340,25 @@ def _is_power(actual: np.float32, value: np.float32) -> bool:
     return _is_close(actual, exact, 2**-22)
 
 
-def _is_logarithm(actual: np.float32, value: np.float32) -> bool:
-    """lg2.approx.ftz: 2^-22 absolute near 1, relative elsewhere."""
-    with np.errstate(all="ignore"):
-        exact = float(np.log2(np.float64(_flushed(value))))
-    near_one = bool(np.isfinite(actual)) and abs(float(actual) - exact) <= 2**-22
-    return near_one or _is_close(actual, exact, 2**-22)
-
-
-def _is_inverse_root(actual: np.float32, value: np.float32) -> bool:
-    """rsqrt.approx.ftz: 2^-22.9 relative."""
-    with np.errstate(all="ignore"):
-        exact = float(np.float64(1) / np.sqrt(np.float64(_flushed(value))))
-    return _is_close(actual, exact, 2**-22.9)
-
-
 def _none(*_values: Any) -> Any:
     raise AssertionError("an approximation has no exact result")
 
 
 def _floats() -> Iterator[Form]:
     two, three = ("f32", "f32"), ("f32", "f32", "f32")
-    for rounding in ("", ".rn"):
-        yield Form(f"add{rounding}.f32", two, "f32", lambda a, b: a + b)
-        yield Form(f"sub{rounding}.f32", two, "f32", lambda a, b: a - b)
-        yield Form(f"mul{rounding}.f32", two, "f32", lambda a, b: a * b)
-    yield Form("fma.rn.f32", three, "f32", _exactly(np.float32, lambda a, b, c: a * b + c))
-    for name, kind in (("f16x2", np.float16), ("bf16x2", ml_dtypes.bfloat16)):
-        words = ("b32", "b32", "b32")
-        yield Form(f"add.{name}", words[:2], "b32", _pairs(kind, lambda a, b: a + b))
-        yield Form(f"sub.{name}", words[:2], "b32", _pairs(kind, lambda a, b: a - b))
-        yield Form(f"mul.{name}", words[:2], "b32", _pairs(kind, lambda a, b: a * b))
-        yield Form(f"fma.rn.{name}", words, "b32", _pairs(kind, lambda a, b, c: a * b + c))
+    yield Form("add.rn.f32", two, "f32", lambda a, b: a + b)
+    yield Form("add.ftz.f32", two, "f32", lambda a, b: _flushed(_flushed(a) + _flushed(b)))
+    yield Form("sub.rn.f32", two, "f32", lambda a, b: a - b)
+    yield Form("mul.rn.f32", two, "f32", lambda a, b: a * b)
+    yield Form("fma.rn.f32", three, "f32", _fused)
     yield Form("div.rn.f32", two, "f32", lambda a, b: a / b)
     yield Form("rcp.rn.f32", ("f32",), "f32", lambda a: np.float32(1) / a)
-    yield Form("sqrt.rn.f32", ("f32",), "f32", np.sqrt)
-    yield Form("min.f32", two, "f32", _largest(-1))
-    yield Form("max.f32", two, "f32", _largest(1))
+    yield Form("max.f32", two, "f32", _larger)
     yield Form("neg.f32", ("f32",), "f32", _negated)
     yield Form("abs.f32", ("f32",), "f32", _magnitude)
     yield Form("copysign.f32", two, "b32", _with_sign)
     yield Form("rcp.approx.ftz.f32", ("f32",), "f32", _none, _is_reciprocal)
     yield Form("ex2.approx.ftz.f32", ("f32",), "f32", _none, _is_power)
-    yield Form("lg2.approx.ftz.f32", ("f32",), "f32", _none, _is_logarithm)
-    yield Form("rsqrt.approx.ftz.f32", ("f32",), "f32", _none, _is_inverse_root)
 
 
 def _narrowed(kind: Any, largest: float, of_nan: int, bits: int) -> Callable[..., int]:
@@ -492,10 +391,6 @@ def _truncated(value: np.float32) -> int:
     return most if value > most else least if value < least else int(value)
 
 
-def _rounded_half(value: np.float32) -> np.float16 | int:
-    return 0x7FFF if np.isnan(value) else value.astype(np.float16)
-
-
 def _brain(value: np.float32) -> int:
     if np.isnan(value):
         return 0x7FFF
@@ -513,7 +408,6 @@ def _conversions() -> Iterator[Form]:
         )
     yield Form("cvt.rzi.s32.f32", ("f32",), "s32", _truncated)
     yield Form("cvt.f32.f16", ("f16",), "f32", _of_half)
-    yield Form("cvt.rn.f16.f32", ("f32",), "b16", _rounded_half)
     yield Form("cvt.rn.bf16.f32", ("f32",), "b16", _brain)
     two = ("f32", "f32")
     yield Form("cvt.rn.bf16x2.f32", two, "b32", lambda a, b: _brain(a) << 16 | _brain(b))
@@ -539,10 +433,6 @@ def _conversions() -> Iterator[Form]:
         "{{ .reg .b8 %pair<4>; mov.b32 {{%pair0, %pair1, %pair2, %pair3}}, %a0; "
         "{name} %d, %pair1; }}",
     )
-
-
-def _nearest(value: int) -> Any:
-    return rounded(Fraction(value)) if value else np.float32(0)
 
 
 def _of_half(value: np.float16) -> np.float32 | str:

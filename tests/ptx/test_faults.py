@@ -107,11 +107,6 @@ _WRONG: dict[str, tuple[str, type[PtxError], str]] = {
         DivergenceError,
         "it takes the value of lane [0-9]+, which is not in its mask",
     ),
-    "too_few_at_a_barrier": (
-        "@%p7 bra END;\nbar.sync 2, 64;\nEND:",
-        DeadlockError,
-        "rank 0 launch [01] .*CTA 0.*bar.sync 2, 64",
-    ),
     "waits_for_nobody": (
         "POLL:\nld.acquire.sys.global.u64 %word0, [%records];\nsetp.ne.u64 %p0, %word0, 1;\n"
         "@%p0 bra POLL;",

@@ -38,15 +38,11 @@ _STORES = {
 
 # ---- operations of a warp
 
-_SHUFFLES = ("up", "down", "bfly", "idx")
-_REDUCTIONS = ("add.u32", "add.s32", "min.u32", "max.u32", "min.s32", "max.s32") + (
-    "and.b32",
-    "or.b32",
-    "xor.b32",
-)
-_VOTES = ("all.pred", "any.pred", "ballot.b32")
-_MEETINGS = len(_REDUCTIONS) + len(_VOTES) + 3
-#: Lanes of the reductions and votes: the record's last word, the same in a group of lanes.
+_SHUFFLES = ("bfly", "idx")
+#: With values, then with predicates, then match and both results of elect.
+_MEETINGS = ("redux.sync.add.s32", "redux.sync.min.u32", "redux.sync.max.u32")
+_WORDS_OF_MEETINGS = len(_MEETINGS) + 4
+#: Lanes of the meetings: the record's last word, the same in a group of lanes.
 _WARP = """ld.global.u32 %r0, [%record];
 ld.global.u32 %r1, [%record+8];
 ld.global.u32 %r2, [%record+16];
@@ -72,23 +68,16 @@ def _meetings_entry() -> str:
     lines = [_WARP, "setp.eq.u32 %p3, %r3, 65535;", "@%p3 bra LOW;"]
     for label in ("HIGH", "LOW"):
         lines.append(f"{label}:")
-        names = [f"redux.sync.{each}" for each in _REDUCTIONS]
-        names += [f"vote.sync.{each}" for each in _VOTES]
-        for index, name in enumerate(names):
-            if name.startswith("redux"):
-                lines.append(f"{name} %r5, %r0, %r3;")
-            elif name.endswith("pred"):
-                lines += [f"{name} %p4, %p0, %r3;", "selp.u32 %r5, 1, 0, %p4;"]
-            else:
-                lines.append(f"{name} %r5, %p0, %r3;")
-            lines += _keep(index)
-        index = len(names)
-        lines += ["match.any.sync.b32 %r5, %r0, %r3;", *_keep(index)]
-        lines += ["elect.sync %r5|%p4, %r3;", *_keep(index + 1)]
-        lines += ["selp.u32 %r5, 1, 0, %p4;", *_keep(index + 2)]
+        for index, name in enumerate(_MEETINGS):
+            lines += [f"{name} %r5, %r0, %r3;", *_keep(index)]
+        index = len(_MEETINGS)
+        lines += ["vote.sync.ballot.b32 %r5, %p0, %r3;", *_keep(index)]
+        lines += ["match.any.sync.b32 %r5, %r0, %r3;", *_keep(index + 1)]
+        lines += ["elect.sync %r5|%p4, %r3;", *_keep(index + 2)]
+        lines += ["selp.u32 %r5, 1, 0, %p4;", *_keep(index + 3)]
         lines += ["bar.warp.sync %r3;", "bra.uni END;"]
     lines.append("END:")
-    return one.entry("meetings", "\n".join(lines), words=_MEETINGS)
+    return one.entry("meetings", "\n".join(lines), words=_WORDS_OF_MEETINGS)
 
 
 def _keep(index: int) -> list[str]:
@@ -113,7 +102,6 @@ setp.eq.u32 %p1, %r2, 1;
 nanosleep.u32 20;
 st.global.u32 [%result], %r0;
 @%p1 exit;
-membar.gl;
 fence.acq_rel.gpu;
 fence.acquire.sys;
 fence.release.cta;
@@ -121,10 +109,7 @@ fence.sc.sys;
 st.global.u32 [%result+8], %r1;
 """
 
-_SPECIAL = (
-    *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"),
-    "%laneid",
-)
+_SPECIAL = tuple(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz")
 
 #: Neighbours in a CTA exchange words by shared memory: the barriers order it.
 _BARRIERS = """mul.lo.u32 %r0, %tid, 4;
@@ -137,17 +122,14 @@ xor.b32 %r3, %tid, 33;
 mul.lo.u32 %r3, %r3, 4;
 add.u32 %r3, %r3, %r1;
 ld.shared.u32 %r4, [%r3];
-barrier.sync.aligned 3, 64;
+bar.sync 0;
 st.shared.u32 [%r0], %r4;
-bar.sync 1, 64;
+bar.sync 0;
 ld.shared.u32 %r5, [%r3];
 cvt.u64.u32 %word0, %r4;
 st.global.u64 [%result], %word0;
 cvt.u64.u32 %word0, %r5;
 st.global.u64 [%result+8], %word0;
-activemask.b32 %r6;
-cvt.u64.u32 %word0, %r6;
-st.global.u64 [%result+16], %word0;
 """
 
 
@@ -270,16 +252,14 @@ def test_stores(space: str, bench: one.Bench) -> None:
 def test_atomics(bench: one.Bench) -> None:
     """A word alone: what it was, and what it became."""
     records = _records(3)
-    records[::2, 1] = records[::2, 0]  # so that cas finds what it expects
-    records[::3, 0] = 0
     results = bench.run("atomics", records, accesses.WORDS * len(accesses.ATOMICS))
     for index, each in enumerate(accesses.ATOMICS):
-        mask = (1 << each.bits) - 1
+        mask = (1 << int(each[-2:])) - 1
         for record, words in zip(records.tolist(), results.tolist(), strict=True):
-            x, b, c, _ = (word & mask for word in record)
-            after = each.after(x, b, c) & mask
+            before, added = record[0] & mask, record[1] & mask
+            after = before + added & mask
             was, became, reduced = words[accesses.WORDS * index :][:3]
-            assert (was, became, reduced) == (x, after, after), f"{each.name} of {x}, {b}, {c}"
+            assert (was, became, reduced) == (before, after, after), f"{each} of {before}, {added}"
 
 
 def _shuffled(mode: str, values: list[int], by: list[int], limits: list[int]) -> list[int]:
@@ -288,13 +268,8 @@ def _shuffled(mode: str, values: list[int], by: list[int], limits: list[int]) ->
     for lane, (b, c) in enumerate(zip(by, limits, strict=True)):
         b, clamp, segment = b & 31, c & 31, c >> 8 & 31
         highest = lane & segment | clamp & ~segment
-        source = {
-            "up": lane - b,
-            "down": lane + b,
-            "bfly": lane ^ b,
-            "idx": lane & segment | b & ~segment,
-        }[mode]
-        is_inside = source >= highest if mode == "up" else source <= highest
+        source = {"bfly": lane ^ b, "idx": lane & segment | b & ~segment}[mode]
+        is_inside = source <= highest
         found += [values[source if is_inside else lane], int(is_inside)]
     return found
 
@@ -328,32 +303,20 @@ def test_other_meetings_of_a_warp(bench: one.Bench) -> None:
         some = [choose.choice((0, 5)) for _ in range(32)]
         warps += [(values, masks) for values in ([0] * 32, [1] * 32, drawn, some)]
     flat = [(v, 0, 0, m) for values, masks in warps for v, m in zip(values, masks, strict=True)]
-    results = bench.run("meetings", np.array(flat, dtype=np.uint64), _MEETINGS).tolist()
+    results = bench.run("meetings", np.array(flat, dtype=np.uint64), _WORDS_OF_MEETINGS)
+    results = results.tolist()
     for number, (values, masks) in enumerate(warps):
         for lane, mask in enumerate(masks):
             members = [v for n, v in enumerate(values) if mask >> n & 1]
-            expected = _reduced(members) + [
-                int(all(members)),
-                int(any(members)),
-                sum(1 << n for n, v in enumerate(values) if mask >> n & 1 and v),
-            ]
+            ballot = sum(1 << n for n, v in enumerate(values) if mask >> n & 1 and v)
             alike = sum(1 << n for n, v in enumerate(values) if mask >> n & 1 and v == values[lane])
+            reduced = [sum(members) & 0xFFFFFFFF, min(members), max(members)]
             *mine, leader, is_leader = results[32 * number + lane]
-            assert mine == [*expected, alike], (number, lane)
+            assert mine == [*reduced, ballot, alike], (number, lane)
             # Which lane is elected is open; all agree on one of the mask.
             assert mask >> leader & 1
             assert leader == results[32 * number + mask.bit_length() - 1][-2]
             assert is_leader == int(leader == lane)
-
-
-def _reduced(members: list[int]) -> list[int]:
-    signed = [forms.signed(each, 32) for each in members]
-    total = sum(members) & 0xFFFFFFFF
-    least, most = min(signed) & 0xFFFFFFFF, max(signed) & 0xFFFFFFFF
-    every = functools.reduce(lambda a, b: a & b, members)
-    some = functools.reduce(lambda a, b: a | b, members)
-    odd = functools.reduce(lambda a, b: a ^ b, members)
-    return [total, total, min(members), max(members), least, most, every, some, odd]
 
 
 def test_control(bench: one.Bench) -> None:
@@ -371,18 +334,14 @@ def test_special_registers(bench: one.Bench) -> None:
     bench.run_on("special", (_records(5), results), grid, block)
     for index, row in enumerate(results.tolist()):
         *cta, z, y, x = np.unravel_index(index, (*grid[::-1], *block[::-1]))
-        lane = (x + block[0] * (y + block[1] * z)) % 32
-        assert row == [x, y, z, *block, *reversed(cta), *grid, lane], index
+        assert row == [x, y, z, *block, *reversed(cta), *grid], index
 
 
 def test_barriers(bench: one.Bench) -> None:
     results = bench.run("barriers", _records(6)).tolist()
-    for index, (first, second, mask, _) in enumerate(results):
+    for index, (first, second, *_) in enumerate(results):
         assert first == 7 * (index ^ 33)
         assert second == 7 * index, "what the neighbour had got from here"
-        # Which lanes run together is the machine's choice; this lane is one of them.
-        assert mask >> (index % 32) & 1
-        assert mask < 1 << 32
 
 
 def test_variables_of_the_module_and_windows(bench: one.Bench) -> None:
@@ -400,9 +359,11 @@ def test_trap(bench: one.Bench) -> None:
 _UNKNOWN = {
     "madc.lo.u32 %r0, %r1, %r2, %r3;": "unknown opcode madc",
     "ld.global.b7 %r0, [%record];": "no type",
-    "bar.arrive 0, 64;": "unknown barrier",
     "atom.global.mul.u32 %r0, [%record], %r1;": ".mul",
     "cvt.rn.satfinite.e3m2x2.f32 %r0, %r1, %r2;": "unknown types",
+    "setp.lo.u32 %p0, %r1, %r2;": ".lo",
+    "bar.sync 1, 64;": "unknown barrier",
+    ".local .align 4 .b8 depot[8];": "unknown directive",
     "mov.u32 %r0, %no_such_register;": "unknown operand %no_such_register",
     "ld.global.u32 %r0, [%record*2];": "%record*2",
     ".callprototype;": "unknown directive",
@@ -460,8 +421,6 @@ def test_a_wrong_bit_is_noticed() -> None:
     [
         ("rcp.approx.ftz.f32", 3.0, 1 / 3),
         ("ex2.approx.ftz.f32", 0.5, 2**0.5),
-        ("lg2.approx.ftz.f32", 3.0, np.log2(3.0)),
-        ("rsqrt.approx.ftz.f32", 3.0, 3.0**-0.5),
     ],
 )
 def test_an_approximation_is_held_to_its_error(name: str, operand: float, nearest: float) -> None:

@@ -14,7 +14,7 @@
 struct PtxKernel {  // as struct Kernel of runtime/machine.h
   const char* name;
   const void *run, *sites, *resume_lines;
-  uint32_t num_sites, register_bytes, num_registers, param_bytes, shared_bytes, local_bytes;
+  uint32_t num_sites, register_bytes, num_registers, param_bytes, shared_bytes;
 };
 struct PtxVariable {  // as struct ModuleMemory of runtime/generated.h
   const char* name;

@@ -96,7 +96,6 @@ class _Kernel(ctypes.Structure):
         ("num_registers", ctypes.c_uint32),
         ("param_bytes", ctypes.c_uint32),
         ("shared_bytes", ctypes.c_uint32),
-        ("local_bytes", ctypes.c_uint32),
     ]
 
 

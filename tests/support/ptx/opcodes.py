@@ -26,12 +26,8 @@ SPACES = {
     "global": "kGlobal",
     "shared": "kShared",
     "shared::cta": "kShared",
-    "local": "kLocal",
     "param": "kParam",
-    "param::entry": "kParam",
 }
-#: Hints, which change no result.
-_HINTS = {"nc", "ca", "cg", "cs", "lu", "cv", "wb", "wt"}
 
 
 class Context(Protocol):
@@ -87,13 +83,6 @@ class Modifiers:
     def has(self, name: str) -> bool:
         return bool(self.one_of(name))
 
-    def hints(self) -> None:
-        self._left = [
-            each
-            for each in self._left
-            if each not in _HINTS and not each.startswith(("L1::", "L2::"))
-        ]
-
     def end(self) -> None:
         if self._left:
             raise self.error(f"unknown modifier .{self._left[0]}")
@@ -145,7 +134,7 @@ def unsigned(kind: str) -> str:
 
 
 def is_float(kind: str) -> bool:
-    return kind in ("f16", "bf16", "f32", "f64")
+    return kind in ("f16", "bf16", "f32")
 
 
 # ---- moves and conversions of addresses
@@ -182,11 +171,10 @@ def _mov(context: Context, instruction: Instruction) -> str:
 def _cvta(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
     modifiers.type()
-    to, space = modifiers.has("to"), modifiers.one_of(*SPACES)
+    to, space = modifiers.has("to"), modifiers.one_of("global", "shared")
     modifiers.end()
     target, source = instruction.operands
-    windows = {"kShared": "kSharedWindow", "kLocal": "kLocalWindow", "kParam": "kParamWindow"}
-    window = windows.get(SPACES[space], "0")
+    window = {"global": "0", "shared": "kSharedWindow"}[space]
     value = context.value(source, "u64")
     return context.assign(target, "u64", f"{value} {'-' if to else '+'} {window}")
 
@@ -201,7 +189,6 @@ def _memory(modifiers: Modifiers) -> tuple[str, str, str]:
     else:
         order = modifiers.one_of(*ORDERS, default="weak")
         scope = modifiers.one_of(*SCOPES)
-    modifiers.has("mmio")
     space = modifiers.one_of(*SPACES)
     return SPACES.get(space, ""), ORDERS[order], SCOPES.get(scope, "kNone")
 
@@ -218,13 +205,13 @@ def _place(context: Context, operand: str, space: str) -> str:
     return f"{known}, {context.address(operand, space)}"
 
 
-@emits("ld", "ldu")
+@emits("ld")
 def _ld(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
     kind = modifiers.type()
-    modifiers.hints()
+    modifiers.has("nc")
     space, order, scope = _memory(modifiers)
-    modifiers.one_of("v2", "v4", "v8")
+    modifiers.one_of("v2", "v4")
     modifiers.end()
     targets = elements(instruction.operands[0])
     place = _place(context, instruction.operands[1], space)
@@ -266,12 +253,11 @@ def as_value(kind: str, raw: str) -> str:
 def _st(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
     kind = modifiers.type()
-    modifiers.hints()
     is_async = modifiers.has("async")
     space, order, scope = _memory(modifiers)
     if is_async and (space, order, kind) != ("kGlobal", "kRelease", "b64"):
         raise modifiers.error("st.async is a release of a word in global memory only")
-    modifiers.one_of("v2", "v4", "v8")
+    modifiers.one_of("v2", "v4")
     modifiers.end()
     raw = f"b{bits(kind)}"
     values = [context.value(each, raw) for each in elements(instruction.operands[1])]
@@ -288,56 +274,23 @@ def _st(context: Context, instruction: Instruction) -> str:
     return _one_by_one(context, body, parts)
 
 
-_COMBINED = {
-    "add": "static_cast<T>(x + b)",
-    "min": "x < b ? x : b",
-    "max": "x > b ? x : b",
-    "and": "static_cast<T>(x & b)",
-    "or": "static_cast<T>(x | b)",
-    "xor": "static_cast<T>(x ^ b)",
-    "exch": "b",
-    "inc": "static_cast<T>(x >= b ? 0 : x + 1)",
-    "dec": "static_cast<T>(x == 0 || x > b ? b : x - 1)",
-    "cas": "x == b ? c : x",
-}
-
-
 @emits("atom", "red")
 def _atom(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
     kind = modifiers.type()
-    modifiers.hints()
-    operation = modifiers.one_of(*_COMBINED)
-    modifiers.has("noftz")
+    adds = modifiers.has("add")
     space, order, scope = _memory(modifiers)
     modifiers.end()
-    if not operation:
+    if not adds or kind not in ("u32", "u64"):
         raise modifiers.error("unknown atomic operation")
     order = "kRelaxed" if order == "kWeak" else order
     scope = "kGpu" if scope == "kNone" else scope
-    operands = list(instruction.operands)
-    target = operands.pop(0) if instruction.opcode == "atom" else "_"
-    place = _place(context, operands[0], space)
-    # Floating values are added as such; every other operation is on bits.
-    real = is_float(kind)
-    if kind.endswith("x2") or (real and bits(kind) == 16):
-        raise modifiers.error("unknown type")
-    work = "float" if kind == "f32" else "double" if kind == "f64" else signed_type(kind)
-    given = "".join(
-        f"const T {name} = {context.value(operand, kind)}; "
-        for name, operand in zip("bc", operands[1:], strict=False)
-    )
-    read = f"{kind}(raw)" if real else "static_cast<T>(raw)"
-    written = "bits_of(after)" if real else f"static_cast<{unsigned(kind)}>(after)"
-    combine = (
-        f"[&]({unsigned(kind)} raw) {{ const T x = {read}; const T after = {_COMBINED[operation]}; "
-        f"return {written}; }}"
-    )
+    *target, place, value = instruction.operands
     site = context.site("kAtomic", order, scope)
-    call = f"atomic<{unsigned(kind)}>(t, {site}, {place}, {combine})"
-    if target != "_":
-        call = context.assign(target, kind, as_value(kind, call))
-    return f"{context.pause('kPolls')}{{ using T = {work}; {given}{call}; }}"
+    given = context.value(value, kind)
+    call = f"fetch_add<{unsigned(kind)}>(t, {site}, {_place(context, place, space)}, {given})"
+    call = context.assign(target[0] if target else "_", kind, call)
+    return f"{context.pause('kPolls')} {call}"
 
 
 def signed_type(kind: str) -> str:
@@ -387,7 +340,7 @@ def _cp(context: Context, instruction: Instruction) -> str:
     return f"{context.pause('kPaused')} {copy}"
 
 
-@emits("fence", "membar")
+@emits("fence")
 def _fence(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
     if modifiers.has("proxy"):
@@ -396,12 +349,8 @@ def _fence(context: Context, instruction: Instruction) -> str:
             raise modifiers.error("unknown proxy")
         modifiers.end()
         return f"fence_copies(t, {context.site('kProxyFence')}, Space::{SPACES[space]});"
-    if instruction.opcode == "membar":
-        level = modifiers.one_of("cta", "gl", "gpu", "sys")
-        order, scope = "sc", {"gl": "gpu"}.get(level, level)
-    else:
-        order = modifiers.one_of("acq_rel", "sc", "acquire", "release", default="acq_rel")
-        scope = modifiers.one_of(*SCOPES)
+    order = modifiers.one_of("acq_rel", "sc", "acquire", "release")
+    scope = modifiers.one_of(*SCOPES)
     modifiers.end()
     site = context.site("kFence", ORDERS[order], SCOPES[scope])
     return f"{context.pause('kPolls')} fence(t, {site});"
@@ -410,87 +359,58 @@ def _fence(context: Context, instruction: Instruction) -> str:
 # ---- meetings, the grid, control
 
 
-@emits("bar", "barrier")
+@emits("bar")
 def _bar(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
-    if modifiers.has("warp"):
-        modifiers.one_of("sync")
-        modifiers.end()
-        mask = context.value(instruction.operands[0], "u32")
-        site = context.site("kWarpBarrier")
-        return context.block(f"meet_in_warp(t, {site}, WarpOp::kBarrier, {mask}, 0)")
-    modifiers.has("cta")
-    modifiers.has("aligned")
+    of_warp = modifiers.has("warp")
     if not modifiers.has("sync"):
         raise modifiers.error("unknown barrier")
     modifiers.end()
-    number, count, *_ = [*(context.value(each, "u32") for each in instruction.operands), "0"]
-    return context.block(f"meet_at_barrier(t, {context.site('kBarrier')}, {number}, {count})")
+    first, *others = instruction.operands
+    if of_warp:
+        return _meet(context, "kWarpBarrier", "kBarrier", first, "0")
+    if first != "0" or others:
+        raise modifiers.error("unknown barrier")
+    return context.block(f"meet_at_barrier(t, {context.site('kBarrier')})")
+
+
+def _meet(context: Context, kind: str, operation: str, mask: str, values: str) -> str:
+    """C++ that waits for the lanes of a mask."""
+    site, members = context.site(kind), context.value(mask, "u32")
+    return context.block(f"meet_in_warp(t, {site}, WarpOp::{operation}, {members}, {values})")
 
 
 @emits("shfl")
 def _shfl(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
     kind, _ = modifiers.type(), modifiers.has("sync")
-    mode = modifiers.one_of("up", "down", "bfly", "idx")
+    mode = modifiers.one_of("bfly", "idx")
     modifiers.end()
     target, value, by, clamp, mask = instruction.operands
     target, _, predicate = target.partition("|")
-    a, b, c, members = (context.value(each, "u32") for each in (value, by, clamp, mask))
-    site = context.site("kWarp")
-    meets = f"meet_in_warp(t, {site}, WarpOp::kShuffle{mode.title()}, {members}, {a}, {b}, {c})"
+    values = ", ".join(context.value(each, "u32") for each in (value, by, clamp))
     got = context.assign(target, kind, "static_cast<uint32_t>(t.result)")
     if predicate:
         got += context.assign(predicate, "pred", "t.result_predicate")
-    return f"{context.block(meets)} {got}"
+    return f"{_meet(context, 'kWarp', f'kShuffle{mode.title()}', mask, values)} {got}"
 
 
-@emits("redux")
-def _redux(context: Context, instruction: Instruction) -> str:
-    modifiers = Modifiers(instruction)
-    kind, _ = modifiers.type(), modifiers.has("sync")
-    operation = modifiers.one_of("add", "min", "max", "and", "or", "xor")
-    modifiers.end()
+@emits("redux", "vote", "match")
+def _reduced(context: Context, instruction: Instruction) -> str:
+    operations = {
+        ("redux", "sync", "add", "s32"): "kAdd",
+        ("redux", "sync", "min", "u32"): "kMin",
+        ("redux", "sync", "max", "u32"): "kMax",
+        ("vote", "sync", "ballot", "b32"): "kBallot",
+        ("match", "any", "sync", "b32"): "kMatchAny",
+    }
+    operation = operations.get((instruction.opcode, *instruction.modifiers))
+    if operation is None:
+        raise Modifiers(instruction).error("unknown meeting")
     target, value, mask = instruction.operands
-    suffix = kind.upper() if operation in ("min", "max") else ""
-    site, members = context.site("kWarp"), context.value(mask, "u32")
-    meets = (
-        f"meet_in_warp(t, {site}, WarpOp::k{operation.title()}{suffix}, {members}, "
-        f"{context.value(value, 'b32')})"
-    )
+    given = context.value(value, "pred" if operation == "kBallot" else "u32")
     got = context.assign(target, "b32", "static_cast<uint32_t>(t.result)")
-    return f"{context.block(meets)} {got}"
-
-
-@emits("vote")
-def _vote(context: Context, instruction: Instruction) -> str:
-    modifiers = Modifiers(instruction)
-    kind, _ = modifiers.type(), modifiers.has("sync")
-    operation = modifiers.one_of("any", "all", "ballot")
-    modifiers.end()
-    target, value, mask = instruction.operands
-    site, members = context.site("kWarp"), context.value(mask, "u32")
-    meets = (
-        f"meet_in_warp(t, {site}, WarpOp::k{operation.title()}, {members}, "
-        f"{context.value(value, 'pred')} ? 1 : 0)"
-    )
-    result = "static_cast<uint32_t>(t.result)" if kind == "b32" else "t.result != 0"
-    return f"{context.block(meets)} {context.assign(target, kind, result)}"
-
-
-@emits("match")
-def _match(context: Context, instruction: Instruction) -> str:
-    modifiers = Modifiers(instruction)
-    kind, _, mode = modifiers.type(), modifiers.has("sync"), modifiers.one_of("any")
-    modifiers.end()
-    if not mode:
-        raise modifiers.error("unknown mode")
-    target, value, mask = instruction.operands
-    site, members = context.site("kWarp"), context.value(mask, "u32")
-    given = context.value(value, f"u{bits(kind)}")
-    meets = f"meet_in_warp(t, {site}, WarpOp::kMatchAny, {members}, {given})"
-    got = context.assign(target, "b32", "static_cast<uint32_t>(t.result)")
-    return f"{context.block(meets)} {got}"
+    return f"{_meet(context, 'kWarp', operation, mask, given)} {got}"
 
 
 @emits("elect")
@@ -501,16 +421,9 @@ def _elect(context: Context, instruction: Instruction) -> str:
     modifiers.end()
     target, mask = instruction.operands
     leader, _, predicate = target.partition("|")
-    site, members = context.site("kWarp"), context.value(mask, "u32")
-    meets = f"meet_in_warp(t, {site}, WarpOp::kElect, {members}, 0)"
     got = context.assign(leader, "b32", "static_cast<uint32_t>(t.result)")
     elected = context.assign(predicate, "pred", "t.result == t.lane")
-    return f"{context.block(meets)} {got} {elected}"
-
-
-@emits("activemask")
-def _activemask(context: Context, instruction: Instruction) -> str:
-    return context.assign(instruction.operands[0], "b32", "t.warp->live")
+    return f"{_meet(context, 'kWarp', 'kElect', mask, '0')} {got} {elected}"
 
 
 @emits("griddepcontrol")
@@ -553,16 +466,10 @@ def _nanosleep(context: Context, instruction: Instruction) -> str:
 
 # ---- integers
 
-_BINARY = {
-    "add": "{a} + {b}",
-    "sub": "{a} - {b}",
-    "and": "{a} & {b}",
-    "or": "{a} | {b}",
-    "xor": "{a} ^ {b}",
-}
+_OPERATORS = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}
 
 
-@emits("and", "or", "xor", "not", "cnot")
+@emits("and", "or", "xor", "not")
 def _logic(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
     kind = modifiers.type()
@@ -571,10 +478,8 @@ def _logic(context: Context, instruction: Instruction) -> str:
     values = [context.value(each, kind) for each in sources]
     if instruction.opcode == "not":
         value = f"!{values[0]}" if kind == "pred" else f"~{values[0]}"
-    elif instruction.opcode == "cnot":
-        value = f"{values[0]} == 0 ? 1 : 0"
     else:
-        value = _BINARY[instruction.opcode].format(a=values[0], b=values[1])
+        value = f"{values[0]} {_OPERATORS[instruction.opcode]} {values[1]}"
     return context.assign(target, kind, value)
 
 
@@ -582,19 +487,12 @@ def _logic(context: Context, instruction: Instruction) -> str:
 def _add(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
     kind = modifiers.type()
-    if not kind.startswith(("u", "s", "b3", "b6")) or kind.startswith("bf"):
-        return _real(context, instruction, modifiers, kind)
-    saturates = modifiers.has("sat")
+    if not kind.startswith(("u", "s")):
+        return _real(context, instruction)
     modifiers.end()
     target, a, b = instruction.operands
-    if saturates:
-        wide = _BINARY[instruction.opcode].format(
-            a=f"static_cast<int64_t>({context.value(a, kind)})", b=context.value(b, kind)
-        )
-        value = f"clamped<{signed_type(kind)}>(static_cast<double>({wide}))"
-        return context.assign(target, kind, value)
-    raw = f"b{bits(kind)}"
-    value = _BINARY[instruction.opcode].format(a=context.value(a, raw), b=context.value(b, raw))
+    raw, operator = f"b{bits(kind)}", _OPERATORS[instruction.opcode]
+    value = f"{context.value(a, raw)} {operator} {context.value(b, raw)}"
     return context.assign(target, raw, value)
 
 
@@ -602,8 +500,8 @@ def _add(context: Context, instruction: Instruction) -> str:
 def _mul(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
     kind = modifiers.type()
-    if is_float(kind) or kind.endswith("x2"):
-        return _real(context, instruction, modifiers, kind)
+    if is_float(kind):
+        return _real(context, instruction)
     mode = modifiers.one_of("lo", "hi", "wide")
     modifiers.end()
     target, a, b, *added = instruction.operands
@@ -630,7 +528,7 @@ def _div(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
     kind = modifiers.type()
     if is_float(kind):
-        return _real(context, instruction, modifiers, kind)
+        return _real(context, instruction)
     modifiers.end()
     target, a, b = instruction.operands
     function = "quotient" if instruction.opcode == "div" else "remainder_of"
@@ -642,22 +540,14 @@ def _div(context: Context, instruction: Instruction) -> str:
 def _extreme(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
     kind = modifiers.type()
-    target, a, b = instruction.operands
-    if kind == "f32":
-        flushes, keeps_nan = modifiers.has("ftz"), modifiers.has("NaN")
-        modifiers.end()
-        name = "least" if instruction.opcode == "min" else "greatest"
-        values = [context.value(each, kind) for each in (a, b)]
-        if flushes:
-            values = [f"flushed({each})" for each in values]
-        call = f"{name}({', '.join(values)}, {'true' if keeps_nan else 'false'})"
-        return context.assign(target, "b32", f"result_of({call})")
+    if kind == "f32" and instruction.opcode == "max":
+        return _real(context, instruction)
     modifiers.end()
-    if is_float(kind) or kind.endswith("x2"):
+    if not kind.startswith(("u", "s")):
         raise modifiers.error("unknown type")
-    name = "std::min" if instruction.opcode == "min" else "std::max"
-    values = [context.value(each, kind) for each in (a, b)]
-    return context.assign(target, kind, f"{name}<{signed_type(kind)}>({', '.join(values)})")
+    target, *sources = instruction.operands
+    values = ", ".join(context.value(each, kind) for each in sources)
+    return context.assign(target, kind, f"std::{instruction.opcode}<{signed_type(kind)}>({values})")
 
 
 @emits("shl", "shr")
@@ -673,167 +563,85 @@ def _shift(context: Context, instruction: Instruction) -> str:
 
 @emits("shf")
 def _shf(context: Context, instruction: Instruction) -> str:
-    modifiers = Modifiers(instruction)
-    modifiers.type()
-    left, wraps = modifiers.one_of("l", "r") == "l", modifiers.one_of("wrap", "clamp") == "wrap"
-    modifiers.end()
+    if instruction.modifiers != ("l", "wrap", "b32"):
+        raise Modifiers(instruction).error("unknown shift")
     target, *sources = instruction.operands
     values = ", ".join(context.value(each, "u32") for each in sources)
-    flags = f"{str(left).lower()}, {str(wraps).lower()}"
-    return context.assign(target, "u32", f"funnel({values}, {flags})")
+    return context.assign(target, "u32", f"funnel({values})")
 
 
-@emits("bfi", "bfe")
-def _field(context: Context, instruction: Instruction) -> str:
+@emits("bfi")
+def _bfi(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
     kind = modifiers.type()
     modifiers.end()
     target, *sources = instruction.operands
-    counts = [context.value(each, "u32") for each in sources[-2:]]
-    values = [context.value(each, kind) for each in sources[:-2]]
-    name = "inserted" if instruction.opcode == "bfi" else "extracted"
-    call = f"{name}<{signed_type(kind)}>({', '.join(values + counts)})"
-    return context.assign(target, kind, call)
+    values = [context.value(each, kind) for each in sources[:2]]
+    values += [context.value(each, "u32") for each in sources[2:]]
+    return context.assign(target, kind, f"inserted<{signed_type(kind)}>({', '.join(values)})")
 
 
-@emits("prmt", "lop3")
-def _bytes(context: Context, instruction: Instruction) -> str:
+@emits("prmt")
+def _prmt(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
     modifiers.type()
     modifiers.end()
     target, *sources = instruction.operands
-    name = "permuted" if instruction.opcode == "prmt" else "looked_up"
     values = ", ".join(context.value(each, "u32") for each in sources)
-    return context.assign(target, "u32", f"{name}({values})")
+    return context.assign(target, "u32", f"permuted({values})")
 
 
-@emits("popc", "clz", "brev", "bfind")
-def _count(context: Context, instruction: Instruction) -> str:
+@emits("brev")
+def _brev(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
-    kind, shifts = modifiers.type(), modifiers.has("shiftamt")
+    kind = modifiers.type()
     modifiers.end()
-    if instruction.opcode == "bfind" and kind.startswith("s"):
-        raise modifiers.error("unknown type")
     target, source = instruction.operands
-    value = context.value(source, f"u{bits(kind)}")
-    calls = {
-        "popc": f"static_cast<uint32_t>(std::popcount({value}))",
-        "clz": f"static_cast<uint32_t>(std::countl_zero({value}))",
-        "bfind": f"static_cast<uint32_t>({bits(kind) - 1} - std::countl_zero({value}))",
-        "brev": f"reversed({value})",
-    }
-    if shifts:  # how far up the highest bit can move; all ones where there is none
-        leading = f"static_cast<uint32_t>(std::countl_zero({value}))"
-        calls["bfind"] = f"({value} == 0 ? ~0u : {leading})"
-    result = kind if instruction.opcode == "brev" else "u32"
-    return context.assign(target, result, calls[instruction.opcode])
+    return context.assign(target, kind, f"reversed({context.value(source, kind)})")
+
+
+@emits("bfind")
+def _bfind(context: Context, instruction: Instruction) -> str:
+    """How far up the highest bit can move; all ones where there is none."""
+    if instruction.modifiers != ("shiftamt", "u32"):
+        raise Modifiers(instruction).error("unknown search")
+    target, source = instruction.operands
+    value = context.value(source, "u32")
+    leading = f"static_cast<uint32_t>(std::countl_zero({value}))"
+    return context.assign(target, "u32", f"({value} == 0 ? ~0u : {leading})")
 
 
 @emits("abs", "neg")
 def _sign(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
     kind = modifiers.type()
-    flushes = modifiers.has("ftz")
     modifiers.end()
-    if flushes and kind != "f32":
-        raise modifiers.error("unknown modifier .ftz")
     target, source = instruction.operands
-    if is_float(kind) or kind.endswith("x2"):
-        raw = f"b{bits(kind)}"
-        sign = {"f16x2": "0x80008000u", "bf16x2": "0x80008000u"}.get(
-            kind, f"1ull << {bits(kind) - 1}"
-        )
-        value = context.value(source, raw)
-        if flushes:
-            value = f"bits_of(flushed(f32({value})))"
+    if kind == "f32":
         operator = "& ~" if instruction.opcode == "abs" else "^ "
-        return context.assign(
-            target, raw, f"{value} {operator}static_cast<{unsigned(kind)}>({sign})"
-        )
-    value = context.value(source, kind)
-    negative = f"static_cast<{signed_type(kind)}>(0 - static_cast<uint64_t>({value}))"
-    if instruction.opcode == "abs":
-        negative = f"{value} < 0 ? {negative} : {value}"
-    return context.assign(target, kind, negative)
+        return context.assign(target, "b32", f"{context.value(source, 'b32')} {operator}(1u << 31)")
+    if not kind.startswith("s") or instruction.opcode == "abs":
+        raise modifiers.error("unknown type")
+    return context.assign(target, kind, f"0 - static_cast<uint64_t>({context.value(source, kind)})")
 
 
 # ---- floating point
 
-
-def _lanes(context: Context, operand: str, kind: str) -> list[str]:
-    """C++ of the values that an operand holds: two of f16x2 and bf16x2, else one."""
-    if not kind.endswith("x2"):
-        return [context.value(operand, kind)]
-    whole = context.value(operand, "b32")
-    half = kind.removesuffix("x2")
-    return [f"{half}(static_cast<uint16_t>({whole} >> {16 * lane}))" for lane in range(2)]
-
-
-def _real(context: Context, instruction: Instruction, modifiers: Modifiers, kind: str) -> str:
-    """add, sub, mul, fma, div and mad; rounded to nearest even."""
-    modifiers.one_of("rn", "full", "approx")
-    flushes, saturates, relu = (modifiers.has(name) for name in ("ftz", "sat", "relu"))
-    modifiers.end()
-    if relu:
-        raise modifiers.error("unknown modifier .relu")
-    if flushes and kind != "f32":
-        raise modifiers.error("unknown modifier .ftz")
-    target, *sources = instruction.operands
-    formula = {
-        "add": "{0} + {1}",
-        "sub": "{0} - {1}",
-        "mul": "{0} * {1}",
-        "div": "{0} / {1}",
-        "fma": "std::fma({0}, {1}, {2})",
-        "mad": "std::fma({0}, {1}, {2})",
-    }[instruction.opcode]
-    results = []
-    # Halves are computed in double, where no sum or product of them is rounded twice.
-    narrow = bits(kind) == 16 or kind.endswith("x2")
-    if narrow and instruction.opcode in ("fma", "mad"):
-        formula = "fused_halves({0}, {1}, {2})"
-    for lane in zip(*(_lanes(context, each, kind) for each in sources), strict=True):
-        values = [f"static_cast<double>({each})" for each in lane] if narrow else list(lane)
-        if flushes:
-            values = [f"flushed({each})" for each in values]
-        value = formula.format(*values)
-        if flushes:
-            value = f"flushed({value})"
-        if saturates:
-            value = f"saturated({value})"
-        results.append(value)
-    return _assign_real(context, target, kind, results)
-
-
-def _assign_real(context: Context, target: str, kind: str, results: list[str]) -> str:
-    if kind in ("f32", "f64"):
-        return context.assign(target, f"b{bits(kind)}", f"result_of({results[0]})")
-    half = kind.removesuffix("x2")
-    packed = " | ".join(
-        f"static_cast<uint32_t>({half}_of({each})) << {16 * lane}"
-        for lane, each in enumerate(results)
-    )
-    return context.assign(target, f"b{bits(kind)}", packed)
-
-
-@emits("fma")
-def _fma(context: Context, instruction: Instruction) -> str:
-    modifiers = Modifiers(instruction)
-    return _real(context, instruction, modifiers, modifiers.type())
-
-
-_FUNCTIONS = {
+_FORMULAS = {
+    "add": "{} + {}",
+    "sub": "{} - {}",
+    "mul": "{} * {}",
+    "div": "{} / {}",
+    "fma": "std::fma({}, {}, {})",
+    "max": "greatest({}, {})",
     "rcp": "1.0F / {}",
-    "sqrt": "std::sqrt({})",
-    "rsqrt": "1.0F / std::sqrt({})",
     "ex2": "std::exp2({})",
-    "lg2": "std::log2({})",
 }
 
 
-@emits(*_FUNCTIONS)
-def _function(context: Context, instruction: Instruction) -> str:
-    """.approx: a value within the error that the ISA states."""
+@emits("fma", "rcp", "ex2")
+def _real(context: Context, instruction: Instruction) -> str:
+    """Rounded to nearest even; .approx: a value within the error that the ISA states."""
     modifiers = Modifiers(instruction)
     kind = modifiers.type()
     modifiers.one_of("rn", "approx")
@@ -841,9 +649,11 @@ def _function(context: Context, instruction: Instruction) -> str:
     modifiers.end()
     if kind != "f32":
         raise modifiers.error("unknown type")
-    target, source = instruction.operands
-    value = context.value(source, kind)
-    value = _FUNCTIONS[instruction.opcode].format(f"flushed({value})" if flushes else value)
+    target, *sources = instruction.operands
+    values = [context.value(each, kind) for each in sources]
+    if flushes:
+        values = [f"flushed({each})" for each in values]
+    value = _FORMULAS[instruction.opcode].format(*values)
     value = f"flushed({value})" if flushes else value
     return context.assign(target, "b32", f"result_of({value})")
 
@@ -862,54 +672,26 @@ def _copysign(context: Context, instruction: Instruction) -> str:
 # ---- comparisons
 
 _COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_UNSIGNED = {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
-
-
-def _compared(context: Context, comparison: str, kind: str, a: str, b: str, flushes: bool) -> str:
-    if is_float(kind):
-        x, y = context.value(a, kind), context.value(b, kind)
-        if flushes:
-            x, y = f"flushed({x})", f"flushed({y})"
-        unordered = f"(std::isnan({x}) || std::isnan({y}))"
-        if comparison in ("num", "nan"):
-            return unordered if comparison == "nan" else f"!{unordered}"
-        operator = _COMPARED[comparison.removesuffix("u")]
-        joined = f"{x} {operator} {y}"
-        if comparison.endswith("u"):
-            return f"({unordered} || {joined})"
-        return f"(!{unordered} && {joined})"
-    if comparison in _UNSIGNED:
-        kind = f"u{bits(kind)}"
-    operator = (_COMPARED | _UNSIGNED)[comparison]
-    return f"({context.value(a, kind)} {operator} {context.value(b, kind)})"
+#: True where an operand is a NaN.
+_UNORDERED = tuple(f"{name}u" for name in _COMPARED)
 
 
 @emits("setp")
 def _setp(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
     kind = modifiers.type()
-    unordered = [f"{name}u" for name in _COMPARED]
-    comparison = modifiers.one_of(*_COMPARED, *_UNSIGNED, *unordered, "num", "nan")
-    joined = modifiers.one_of("and", "or", "xor")
-    flushes = modifiers.has("ftz")
+    comparison = modifiers.one_of(*_COMPARED, *_UNORDERED)
     modifiers.end()
-    if kind.endswith("x2"):
-        raise modifiers.error("unknown type")
-    if flushes and kind != "f32":
-        raise modifiers.error("unknown modifier .ftz")
-    target, a, b, *third = instruction.operands
-    first, _, second = target.partition("|")
-    one, two = "is", "!is"
-    if joined:
-        operator = {"and": "&&", "or": "||", "xor": "!="}[joined]
-        extra = context.value(third[0], "pred")
-        one, two = f"is {operator} {extra}", f"!is {operator} {extra}"
-    text = f"const bool is = {_compared(context, comparison, kind, a, b, flushes)}; "
-    text += f"const bool one = {one}; const bool two = {two}; static_cast<void>(two); "
-    text += context.assign(first, "pred", "one")
-    if second:
-        text += context.assign(second, "pred", "two")
-    return f"{{ {text} }}"
+    if not comparison or (comparison in _UNORDERED and kind != "f32"):
+        raise modifiers.error("unknown comparison")
+    target, *sources = instruction.operands
+    a, b = (context.value(each, kind) for each in sources)
+    compared = f"{a} {_COMPARED[comparison.removesuffix('u')]} {b}"
+    if is_float(kind):
+        is_nan = f"(std::isnan({a}) || std::isnan({b}))"
+        joined = f"{is_nan} || " if comparison in _UNORDERED else f"!{is_nan} && "
+        compared = f"({joined}{compared})"
+    return context.assign(target, "pred", compared)
 
 
 @emits("selp")
@@ -926,13 +708,7 @@ def _selp(context: Context, instruction: Instruction) -> str:
 
 # ---- conversions
 
-_PACKED_FORMATS = {"e4m3x2": ("e4m3", 8), "e5m2x2": ("e5m2", 8), "e2m1x2": ("e2m1", 4)}
-_TO_INTEGER = {
-    "rni": "std::nearbyint",
-    "rzi": "std::trunc",
-    "rmi": "std::floor",
-    "rpi": "std::ceil",
-}
+_PACKED_FORMATS = {"e4m3x2": ("e4m3", 8), "e2m1x2": ("e2m1", 4)}
 
 
 @emits("cvt")
@@ -941,67 +717,36 @@ def _cvt(context: Context, instruction: Instruction) -> str:
     to, source = instruction.modifiers[-2:]
     modifiers.one_of(to)
     modifiers.one_of(source)
-    rounding = modifiers.one_of("rn", *_TO_INTEGER)
-    flushes = modifiers.has("ftz")
-    saturates = modifiers.one_of("sat", "satfinite")
+    rounding = modifiers.one_of("rn", "rzi")
+    saturates = modifiers.has("satfinite")
     modifiers.end()
-    if to.endswith("x2") or source.endswith("x2"):
-        return _cvt_packed(context, instruction, to, source, bool(saturates))
-    if to not in TYPE_BYTES or source not in TYPE_BYTES:
+    if to.endswith("x2") and saturates == (to in _PACKED_FORMATS):
+        return _cvt_packed(context, instruction, to, source)
+    if to not in TYPE_BYTES or source not in TYPE_BYTES or saturates:
         raise modifiers.error("unknown types")
     target, operand = instruction.operands
     value = context.value(operand, source)
-    if flushes:
-        value = f"flushed({value})"
-    if is_float(to):
-        return _cvt_to_real(context, target, to, value, (rounding, saturates, flushes))
-    if is_float(source):
-        value = f"{_TO_INTEGER[rounding]}(static_cast<double>({value}))"
-    if is_float(source) or saturates:
-        value = f"clamped<{signed_type(to)}>(static_cast<double>({value}))"
-    return context.assign(target, to, f"static_cast<{signed_type(to)}>({value})")
+    if to == "f32":
+        return context.assign(target, "b32", f"result_of(static_cast<float>({value}))")
+    if is_float(source) and not is_float(to):
+        if rounding != "rzi":
+            raise modifiers.error("unknown rounding")
+        value = f"clamped<{signed_type(to)}>(std::trunc(static_cast<double>({value})))"
+    return context.assign(target, to, value)
 
 
-def _cvt_to_real(
-    context: Context, target: str, to: str, value: str, how: tuple[str, str, bool]
-) -> str:
-    rounding, saturates, flushes = how
-    if rounding in _TO_INTEGER:
-        value = f"{_TO_INTEGER[rounding]}({value})"
-    if saturates == "sat":
-        value = f"saturated(static_cast<float>({value}))"
-    if to in ("f32", "f64"):
-        value = f"static_cast<{'float' if to == 'f32' else 'double'}>({value})"
-        if flushes and to == "f32":
-            value = f"flushed({value})"
-    elif saturates == "satfinite":
-        return context.assign(target, "b16", f"{to}_of({value}, true)")
-    return _assign_real(context, target, to, [value])
-
-
-def _cvt_packed(
-    context: Context, instruction: Instruction, to: str, source: str, saturates: bool
-) -> str:
+def _cvt_packed(context: Context, instruction: Instruction, to: str, source: str) -> str:
     """Pairs: the first operand is the upper half."""
     target, *operands = instruction.operands
     if source == "f32":
         upper, lower = (context.value(each, "f32") for each in operands)
-        if to in _PACKED_FORMATS:
-            name, width = _PACKED_FORMATS[to]
-            pair = f"{name}_of({lower}) | {name}_of({upper}) << {width}"
-            return context.assign(target, f"b{2 * max(width, 4)}", pair)
-        if to not in ("f16x2", "bf16x2"):
-            raise Modifiers(instruction).error("unknown types")
-        half = to.removesuffix("x2")
-        flag = ", true" if saturates else ""
-        pair = (
-            f"static_cast<uint32_t>({half}_of({lower}{flag})) | "
-            f"static_cast<uint32_t>({half}_of({upper}{flag})) << 16"
-        )
-        return context.assign(target, "b32", pair)
+        name, width = _PACKED_FORMATS.get(to, (to.removesuffix("x2"), 16))
+        pair = f"static_cast<uint32_t>({name}_of({lower})) | "
+        pair += f"static_cast<uint32_t>({name}_of({upper})) << {width}"
+        return context.assign(target, f"b{2 * max(width, 4)}", pair)
     if source in _PACKED_FORMATS and to == "f16x2":
         name, width = _PACKED_FORMATS[source]
-        value = context.value(operands[0], f"b{2 * max(width, 4)}")
+        value = context.value(operands[0], f"b{2 * width}")
         halves = [f"f16_of({name}({value} >> {width * lane}))" for lane in range(2)]
         pair = f"static_cast<uint32_t>({halves[0]}) | static_cast<uint32_t>({halves[1]}) << 16"
         return context.assign(target, "b32", pair)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .text import TYPE_BYTES, Entry, Instruction, Label
 
 #: Opcodes whose first operand is read, or that have no operand that is written.
-_NO_TARGET = {"st", "red", "bra", "bar", "barrier", "fence", "membar", "ret", "exit", "trap"} | {
+_NO_TARGET = {"st", "red", "bra", "bar", "fence", "ret", "exit", "trap"} | {
     "griddepcontrol",
     "nanosleep",
 }

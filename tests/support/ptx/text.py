@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 #: Bytes of a value of each fundamental type.
-TYPE_BYTES = {f"{kind}{bits}": bits // 8 for kind in "busf" for bits in (8, 16, 32, 64)} | {
+TYPE_BYTES = {f"{kind}{bits}": bits // 8 for kind in "bus" for bits in (8, 16, 32, 64)} | {
     "pred": 1,
     "b128": 16,
-    "f16x2": 4,
+    "f16": 2,
+    "f32": 4,
     "bf16": 2,
-    "bf16x2": 4,
 }
 #: Directives that say nothing about what a program computes.
 _IGNORED = (".pragma", ".maxntid", ".reqntid", ".minnctapersm", ".maxnreg", ".noreturn", ".weak")
@@ -25,7 +25,7 @@ _IGNORED = (".pragma", ".maxntid", ".reqntid", ".minnctapersm", ".maxnreg", ".no
 _LABEL = re.compile(r"\s*([$%\w]+):(?!:)")
 _NAME = r"[$%_a-zA-Z][$\w]*"
 _VARIABLE = re.compile(
-    rf"\.(?P<space>shared|global|const|local|param)\s+(?:\.(?:attribute|ptr)\S*\s+)?"
+    rf"\.(?P<space>shared|global|const|param)\s+(?:\.(?:attribute|ptr)\S*\s+)?"
     rf"(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>\w+)\s+"
     # What a pointer points to says nothing about the parameter itself.
     r"(?:\.ptr\s+(?:\.(?:global|shared|const|local)\s+)?(?:\.align\s+\d+\s+)?)?"
@@ -34,6 +34,7 @@ _VARIABLE = re.compile(
     re.DOTALL,
 )
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)$", re.DOTALL)
+_LINE = (".loc ", ".loc\t")
 _LOC = re.compile(r"\.loc\s+\d+\s+(\d+)")
 _INSTRUCTION = re.compile(r"(?:@(!?)([%$\w]+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.DOTALL)
 
@@ -149,12 +150,12 @@ def _statements(ptx: str) -> Iterator[_Statement]:
         text = ptx[position:end]
         line += text.count("\n")
         position = end + (ptx[end : end + 1] == ";")
-        yield _Statement("loc" if text.startswith(".loc") else "text", text.strip(), start)
+        yield _Statement("loc" if text.startswith(_LINE) else "text", text.strip(), start)
 
 
 def _end_of_statement(ptx: str, start: int) -> int:
     """Return where a statement ends: its semicolon, its line, or the brace of what it opens."""
-    if ptx.startswith((".version", ".target", ".address_size", ".loc", ".file"), start):
+    if ptx.startswith((".version", ".target", ".address_size", *_LINE, ".file"), start):
         return ptx.find("\n", start)
     if ptx.startswith(".section", start):
         return ptx.index("}", start) + 1
@@ -223,7 +224,7 @@ class _Parser:
             self._source_line = int(found[1]) if found else 0
         elif text.startswith(".reg"):
             self._declare(entry, text, line)
-        elif text.startswith((".shared", ".local", ".param")):
+        elif text.startswith((".shared", ".param")):
             entry.variables.append(_variable(text, line))
         elif text.startswith("."):
             if text.split()[0] not in _IGNORED:

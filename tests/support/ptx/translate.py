@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -16,23 +15,19 @@ _SPECIAL = {
     **{f"%ntid.{axis}": f"t.launch->block[{n}]" for n, axis in enumerate("xyz")},
     **{f"%ctaid.{axis}": f"t.cta->id[{n}]" for n, axis in enumerate("xyz")},
     **{f"%nctaid.{axis}": f"t.launch->grid[{n}]" for n, axis in enumerate("xyz")},
-    "%laneid": "t.lane",
-    "%warpid": "(t.index / 32u)",
-    "%lanemask_lt": "((1u << t.lane) - 1u)",
     "%smid": "t.cta->number",
     "%dynamic_smem_size": "(t.launch->shared_bytes - t.launch->kernel->shared_bytes)",
     "%globaltimer": "timer_ns(t)",
     "%clock64": "timer_ns(t)",
-    "%clock": "static_cast<uint32_t>(timer_ns(t))",
     "WARP_SZ": "32u",
 }
 _REGISTER_FILES = {16: "q", 8: "d", 4: "w", 2: "h", 1: "p"}
 _CLASSES = {
-    "kMemory": ("ld", "ldu", "st", "atom", "red", "mbarrier", "cp"),
-    "kMeeting": ("bar", "barrier", "shfl", "redux", "vote", "match", "elect", "griddepcontrol"),
-    "kFence": ("fence", "membar"),
+    "kMemory": ("ld", "st", "atom", "red", "mbarrier", "cp"),
+    "kMeeting": ("bar", "shfl", "redux", "vote", "match", "elect", "griddepcontrol"),
+    "kFence": ("fence",),
     "kBranch": ("bra", "ret", "exit"),
-    "kSlow": ("div", "rem", "sqrt"),
+    "kSlow": ("div", "rem"),
 }
 
 
@@ -86,12 +81,10 @@ def _initialised(variable: Variable) -> str:
 
 
 def _immediate(text: str) -> int:
-    """The bits of a number; floating ones are 0f and eight or 0d and sixteen hexadecimal digits."""
+    """The bits of a number; floating ones are 0f and eight hexadecimal digits."""
     text = text.rstrip("U")
-    if re.fullmatch(r"0[fFdD][0-9a-fA-F]+", text):
+    if re.fullmatch(r"0[fF][0-9a-fA-F]+", text):
         return int(text[2:], 16)
-    if re.fullmatch(r"-?\d+\.\d*(e[+-]?\d+)?", text):
-        return int(struct.unpack("<Q", struct.pack("<d", float(text)))[0])
     return int(text, 0) & (2**64 - 1)
 
 
@@ -113,10 +106,7 @@ class _Function:
         # Those without a size come last: the launch's bytes.
         ordered = sorted([*shared, *mine], key=lambda each: each.size == 0)
         offsets, self.shared_bytes = _laid_out(ordered)
-        local, self.local_bytes = _laid_out(
-            [each for each in self.entry.variables if each.space == "local"]
-        )
-        self.offsets |= offsets | local
+        self.offsets |= offsets
         self._now: Instruction | None = None
         self._find_backward_branches()
 
@@ -158,7 +148,7 @@ class _Function:
         if kind == "pred":
             return f"{self._register(operand)} = {value};"
         if opcodes.is_float(kind):
-            value = f"bits_of({value})" if kind in ("f32", "f64") else f"{kind}_of({value})"
+            value = f"bits_of({value})" if kind == "f32" else f"{kind}_of({value})"
             kind = f"b{opcodes.bits(kind)}"
         container = opcodes.unsigned(self._kind_of(operand))
         narrow = f"static_cast<{opcodes.signed_type(kind)}>({value})"
@@ -236,8 +226,7 @@ class _Function:
             f"static const Kernel kernel_{name} = {{\n"
             f'    "{self.entry.name}", run_{name}, sites_{name}, resume_lines_{name}, '
             f"{len(self.sites)},\n    (sizeof(Registers_{name}) + 15) / 16 * 16, "
-            f"{self.registers.total}, {self.param_bytes}, {self.shared_bytes}, "
-            f"{self.local_bytes}}};\n"
+            f"{self.registers.total}, {self.param_bytes}, {self.shared_bytes}}};\n"
         )
 
     def _statement(self, each: Instruction | Label) -> str:

@@ -7,7 +7,7 @@ namespace ptx {
 
 enum class Order : uint8_t { kWeak, kRelaxed, kAcquire, kRelease, kAcqRel, kSc };
 enum class Scope : uint8_t { kNone, kCta, kCluster, kGpu, kSys };
-enum class Space : uint8_t { kGlobal, kShared, kLocal, kParam };
+enum class Space : uint8_t { kGlobal, kShared, kParam };
 enum class Kind : uint8_t {
   kLoad,
   kStore,
@@ -16,7 +16,7 @@ enum class Kind : uint8_t {
   kFence,
   kBarrier,      // bar.sync
   kWarpBarrier,  // bar.warp.sync
-  kWarp,         // shfl, redux, vote
+  kWarp,         // shfl, redux, vote, match, elect
   kGridWait,
   kProxyFence,  // fence.proxy.async
 };

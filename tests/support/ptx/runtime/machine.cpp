@@ -68,7 +68,7 @@ void fail_bounds(const Thread& thread, const Access& access, uint64_t limit) {
            << "' of rank " << before.rank << ", which has " << before.bytes;
     }
   } else {
-    const char* names[] = {"global", "shared", "local", "parameter"};
+    const char* names[] = {"global", "shared", "parameter"};
     text << access.bytes << " bytes at " << access.address << " of "
          << names[static_cast<int>(access.space)] << " memory, which has " << limit;
   }
@@ -112,7 +112,6 @@ void begin_cta(Launch& launch) {
   cta->shared.resize(launch.shared_bytes);
   cta->shared_written.resize(launch.shared_bytes);
   cta->registers.resize(static_cast<size_t>(count) * kernel.register_bytes);
-  cta->local.resize(static_cast<size_t>(count) * kernel.local_bytes);
   for (uint32_t i = 0; i < count; ++i) {
     Thread& thread = cta->threads[i];
     thread.machine = &machine;
@@ -128,7 +127,6 @@ void begin_cta(Launch& launch) {
     thread.tid = {i % launch.block[0], i / launch.block[0] % launch.block[1],
                   i / launch.block[0] / launch.block[1]};
     thread.registers = cta->registers.data() + static_cast<size_t>(i) * kernel.register_bytes;
-    thread.local = cta->local.data() + static_cast<size_t>(i) * kernel.local_bytes;
     thread.budget = 1 + machine.random() % 4096;
     races::on_thread_start(thread);
     clocks::on_thread_start(thread);
@@ -181,7 +179,7 @@ void end_launch(Machine& machine, Rank& rank) {
   next.grid_waiters.clear();
 }
 
-void check_barrier(Cta& cta, Barrier& barrier);
+void check_barrier(Cta& cta);
 
 void end_thread(Thread& thread) {
   Cta& cta = *thread.cta;
@@ -198,9 +196,7 @@ void end_thread(Thread& thread) {
     }
   }
   --cta.live;
-  for (Barrier& barrier : cta.barriers) {
-    if (!barrier.arrived.empty()) check_barrier(cta, barrier);
-  }
+  if (!cta.barrier.arrived.empty()) check_barrier(cta);
   if (cta.live != 0) return;
   for (const Copy& copy : machine.copies) {
     if (copy.cta != &cta) continue;
@@ -212,7 +208,6 @@ void end_thread(Thread& thread) {
   Rank& rank = machine.ranks[launch.rank];
   rank.taken -= launch.place();
   cta.registers = {};
-  cta.local = {};
   cta.shared = {};
   cta.shared_written = {};
   while (!rank.stream.empty() &&
@@ -257,9 +252,9 @@ uint64_t timer_ns(const Thread& thread) {
 
 namespace {
 
-void check_barrier(Cta& cta, Barrier& barrier) {
-  const int expected = barrier.expected != 0 ? barrier.expected : cta.live;
-  if (static_cast<int>(barrier.arrived.size()) < expected) return;
+void check_barrier(Cta& cta) {
+  Barrier& barrier = cta.barrier;
+  if (static_cast<int>(barrier.arrived.size()) < cta.live) return;
   std::vector<const Site*> of_warp(cta.warps.size());
   for (size_t i = 0; i < barrier.arrived.size(); ++i) {
     const Site*& site = of_warp[barrier.arrived[i]->index / kWarpThreads];
@@ -280,76 +275,37 @@ void check_barrier(Cta& cta, Barrier& barrier) {
   }
 }
 
-uint64_t shuffled(const Meeting& meeting, WarpOp op, int lane, bool* in_range) {
-  const uint32_t b = static_cast<uint32_t>(meeting.operands[lane][1]) & 31U;
-  const uint32_t c = static_cast<uint32_t>(meeting.operands[lane][2]);
+// The lane whose value a shuffle takes.
+int source_of(const Meeting& meeting, WarpOp op, int lane, bool* in_range) {
+  const int b = static_cast<int>(meeting.operands[lane][1] & 31U);
+  const auto c = static_cast<uint32_t>(meeting.operands[lane][2]);
   const int clamp = static_cast<int>(c & 31U);
   const int segment = static_cast<int>(c >> 8 & 31U);
   const int last = (lane & segment) | (clamp & ~segment);
-  const int first = lane & segment;
-  int source = lane;
-  switch (op) {
-    case WarpOp::kShuffleUp:
-      source = lane - static_cast<int>(b);
-      *in_range = source >= last;
-      break;
-    case WarpOp::kShuffleDown:
-      source = lane + static_cast<int>(b);
-      *in_range = source <= last;
-      break;
-    case WarpOp::kShuffleBfly:
-      source = lane ^ static_cast<int>(b);
-      *in_range = source <= last;
-      break;
-    default:
-      source = first | (static_cast<int>(b) & ~segment);
-      *in_range = source <= last;
-  }
-  if (!*in_range) source = lane;
-  return static_cast<uint32_t>(source);
+  const int source = op == WarpOp::kShuffleBfly ? lane ^ b : (lane & segment) | (b & ~segment);
+  *in_range = source <= last;
+  return *in_range ? source : lane;
 }
 
 uint64_t reduced(const Meeting& meeting, WarpOp op) {
-  bool is_first = true;
-  uint32_t result = 0;
   if (op == WarpOp::kElect) return std::countr_zero(meeting.arrived);
+  uint32_t result = op == WarpOp::kMin ? ~0U : 0;
   for (int lane = 0; lane < kWarpThreads; ++lane) {
     if ((meeting.arrived >> lane & 1U) == 0) continue;
     const auto value = static_cast<uint32_t>(meeting.operands[lane][0]);
-    const auto as_signed = static_cast<int32_t>(value);
-    if (op == WarpOp::kBallot) {
-      result |= static_cast<uint32_t>(value != 0) << lane;
-    } else if (is_first) {
-      result = value;
-    } else {
-      switch (op) {
-        case WarpOp::kMinU32:
-          result = std::min(result, value);
-          break;
-        case WarpOp::kMaxU32:
-          result = std::max(result, value);
-          break;
-        case WarpOp::kMinS32:
-          result = static_cast<uint32_t>(std::min(static_cast<int32_t>(result), as_signed));
-          break;
-        case WarpOp::kMaxS32:
-          result = static_cast<uint32_t>(std::max(static_cast<int32_t>(result), as_signed));
-          break;
-        case WarpOp::kAdd:
-          result += value;
-          break;
-        case WarpOp::kAnd:
-        case WarpOp::kAll:
-          result &= value;
-          break;
-        case WarpOp::kXor:
-          result ^= value;
-          break;
-        default:
-          result |= value;
-      }
+    switch (op) {
+      case WarpOp::kMin:
+        result = std::min(result, value);
+        break;
+      case WarpOp::kMax:
+        result = std::max(result, value);
+        break;
+      case WarpOp::kAdd:
+        result += value;
+        break;
+      default:
+        result |= static_cast<uint32_t>(value != 0) << lane;
     }
-    is_first = false;
   }
   return result;
 }
@@ -368,7 +324,7 @@ uint32_t lanes_alike(const Meeting& meeting, int lane) {
 void finish(Warp& warp, const Meeting& meeting, WarpOp op, Thread& last) {
   std::array<Thread*, kWarpThreads> all{};
   int count = 0;
-  const bool is_shuffle = op >= WarpOp::kShuffleBfly && op <= WarpOp::kShuffleIdx;
+  const bool is_shuffle = op == WarpOp::kShuffleBfly || op == WarpOp::kShuffleIdx;
   const uint64_t common = is_shuffle || op == WarpOp::kBarrier ? 0 : reduced(meeting, op);
   for (int lane = 0; lane < kWarpThreads; ++lane) {
     if ((meeting.arrived >> lane & 1U) == 0) continue;
@@ -379,7 +335,7 @@ void finish(Warp& warp, const Meeting& meeting, WarpOp op, Thread& last) {
       thread.result = lanes_alike(meeting, lane);
     } else if (is_shuffle) {
       bool in_range = false;
-      const auto source = shuffled(meeting, op, lane, &in_range);
+      const int source = source_of(meeting, op, lane, &in_range);
       if ((meeting.arrived >> source & 1U) == 0) {
         fail(thread, meeting.site, "Divergence",
              "it takes the value of lane " + std::to_string(source) + ", which is not in its mask");
@@ -396,15 +352,13 @@ void finish(Warp& warp, const Meeting& meeting, WarpOp op, Thread& last) {
 
 }  // namespace
 
-bool meet_at_barrier(Thread& thread, Site& site, uint32_t number, uint32_t count) {
+bool meet_at_barrier(Thread& thread, Site& site) {
   if (site.removed != 0) return true;
-  if (number >= kMostBarriers) fail(thread, &site, "OutOfBounds", "there are 16 barriers");
-  Barrier& barrier = thread.cta->barriers[number];
-  barrier.expected = static_cast<int>(count);
+  Barrier& barrier = thread.cta->barrier;
   barrier.arrived.push_back(&thread);
   barrier.sites.push_back(&site);
   thread.waits_at = &site;
-  check_barrier(*thread.cta, barrier);
+  check_barrier(*thread.cta);
   return false;
 }
 

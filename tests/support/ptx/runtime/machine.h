@@ -20,12 +20,8 @@
 namespace ptx {
 
 constexpr int kWarpThreads = 32;
-constexpr int kMostBarriers = 16;
-// Generic addresses: what lies in a window is not global memory. The host's addresses are lower.
+// Generic addresses: what lies there is shared memory. The host's addresses are lower.
 constexpr uint64_t kSharedWindow = 1ULL << 60;
-constexpr uint64_t kLocalWindow = 2ULL << 60;
-constexpr uint64_t kParamWindow = 3ULL << 60;
-constexpr uint64_t kWindowMask = 15ULL << 60;
 
 // A finding; it ends the run. `kind` is the name of the class that Python raises.
 struct Fault : std::runtime_error {
@@ -56,7 +52,6 @@ struct Kernel {
   uint32_t num_registers;
   uint32_t param_bytes;
   uint32_t shared_bytes;
-  uint32_t local_bytes;
 };
 
 // Memory that kernels may touch. `rank` owns it: it is remote for the others.
@@ -84,10 +79,10 @@ struct Warp {
   std::vector<Meeting> meetings;
 };
 
+// bar.sync 0: every thread of the CTA that has not ended comes to it.
 struct Barrier {
   std::vector<Thread*> arrived;
   std::vector<Site*> sites;
-  int expected = 0;  // 0: every thread of the CTA that has not ended
 };
 
 // A barrier in shared memory that counts arrivals and the bytes of copies (mbarrier).
@@ -132,7 +127,6 @@ struct Thread {
   Site* waits_at = nullptr;  // the meeting that it has come to
   std::array<uint32_t, 3> tid{};
   unsigned char* registers = nullptr;
-  unsigned char* local = nullptr;
   uint64_t result = 0;  // of a warp operation
   bool result_predicate = false;
   uint64_t steps = 0;  // turns without an end
@@ -151,8 +145,7 @@ struct Cta {
   std::vector<unsigned char> shared;
   std::vector<uint8_t> shared_written;  // by byte
   std::vector<unsigned char> registers;
-  std::vector<unsigned char> local;
-  std::array<Barrier, kMostBarriers> barriers;
+  Barrier barrier;
   std::map<uint32_t, CopyBarrier> copy_barriers;  // by their place in shared memory
   CtaRaces races;
   CtaClock clock;
@@ -257,23 +250,14 @@ std::string place_of(const Thread& thread, const Site* site);
                        const std::string& what);
 
 // False: the thread has to wait; its result is there when it goes on.
-bool meet_at_barrier(Thread& thread, Site& site, uint32_t barrier, uint32_t count);
+bool meet_at_barrier(Thread& thread, Site& site);
 enum class WarpOp : uint8_t {
   kBarrier,
   kShuffleBfly,
-  kShuffleUp,
-  kShuffleDown,
   kShuffleIdx,
-  kMinU32,
-  kMaxU32,
-  kMinS32,
-  kMaxS32,
+  kMin,
+  kMax,
   kAdd,
-  kAnd,
-  kOr,
-  kXor,
-  kAny,
-  kAll,
   kBallot,
   kMatchAny,
   kElect,
@@ -305,14 +289,9 @@ inline bool tired(Thread& thread) {
 
 // Where an access lies, after every check; `address` is generic only if `generic`.
 inline unsigned char* locate(Thread& thread, Access& access, bool generic) {
-  if (generic) {
-    const uint64_t window = access.address & kWindowMask;
-    if (window != 0) {
-      access.address &= ~kWindowMask;
-      access.space = window == kSharedWindow  ? Space::kShared
-                     : window == kLocalWindow ? Space::kLocal
-                                              : Space::kParam;
-    }
+  if (generic && (access.address & kSharedWindow) != 0) {
+    access.address &= ~kSharedWindow;
+    access.space = Space::kShared;
   }
   if (access.address % access.bytes != 0) fail_alignment(thread, access);
   uint64_t limit = 0;
@@ -332,10 +311,6 @@ inline unsigned char* locate(Thread& thread, Access& access, bool generic) {
     case Space::kShared:
       limit = thread.cta->shared.size();
       base = thread.cta->shared.data();
-      break;
-    case Space::kLocal:
-      limit = thread.launch->kernel->local_bytes;
-      base = thread.local;
       break;
     case Space::kParam:
       limit = thread.launch->params.size();
@@ -426,17 +401,13 @@ inline void store_async(Thread& thread, Site& site, Space space, bool generic, u
 #endif
 }
 
-// `combine(before)` is what the word becomes; returns what it was.
-template <class Element, class Combine>
-inline Element atomic(Thread& thread, Site& site, Space space, bool generic, uint64_t address,
-                      Combine combine) {
+// Returns what the word was.
+template <class Element>
+inline Element fetch_add(Thread& thread, Site& site, Space space, bool generic, uint64_t address,
+                         Element value) {
   const Access access{address, sizeof(Element), space, true, true, &site, nullptr};
   auto* word = reinterpret_cast<Element*>(reach(thread, access, generic));
-  Element before = __atomic_load_n(word, __ATOMIC_SEQ_CST);
-  while (!__atomic_compare_exchange_n(word, &before, combine(before), false, __ATOMIC_SEQ_CST,
-                                      __ATOMIC_SEQ_CST)) {
-  }
-  return before;
+  return __atomic_fetch_add(word, value, __ATOMIC_SEQ_CST);
 }
 
 inline void fence(Thread& thread, Site& site) {

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <type_traits>
 
 namespace ptx {
 
@@ -15,12 +14,6 @@ inline float f32(uint32_t bits) {
 inline uint32_t bits_of(float value) {
   return std::bit_cast<uint32_t>(value);
 }
-inline double f64(uint64_t bits) {
-  return std::bit_cast<double>(bits);
-}
-inline uint64_t bits_of(double value) {
-  return std::bit_cast<uint64_t>(value);
-}
 
 constexpr uint32_t kCanonicalNan = 0x7fffffff;
 
@@ -28,14 +21,8 @@ constexpr uint32_t kCanonicalNan = 0x7fffffff;
 inline uint32_t result_of(float value) {
   return std::isnan(value) ? kCanonicalNan : bits_of(value);
 }
-inline uint64_t result_of(double value) {
-  return std::isnan(value) ? 0x7fffffffffffffffULL : bits_of(value);
-}
 inline float flushed(float value) {
   return std::fpclassify(value) == FP_SUBNORMAL ? std::copysign(0.0F, value) : value;
-}
-inline float saturated(float value) {
-  return std::isnan(value) || value <= 0.0F ? 0.0F : value > 1.0F ? 1.0F : value;
 }
 
 // Rounds to a binary format of `mantissa_bits` and an exponent that is at least `least`; to nearest
@@ -75,7 +62,7 @@ inline double unpacked(uint32_t bits, int exponent_bits, int mantissa_bits) {
 }
 
 // To an IEEE format of 16 bits.
-inline uint16_t narrowed(double value, int exponent_bits, int mantissa_bits, bool saturates) {
+inline uint16_t narrowed(double value, int exponent_bits, int mantissa_bits) {
   const uint32_t infinity = ((1U << exponent_bits) - 1U) << mantissa_bits;
   const auto sign = static_cast<uint32_t>(std::signbit(value)) << 15;
   if (std::isnan(value)) return 0x7fff;
@@ -83,15 +70,15 @@ inline uint16_t narrowed(double value, int exponent_bits, int mantissa_bits, boo
   const double most = std::ldexp(2.0 - std::ldexp(1.0, -mantissa_bits), bias);
   const double near = std::isinf(value) ? value : rounded(value, mantissa_bits, 1 - bias);
   if (std::fabs(near) > most) {
-    return static_cast<uint16_t>(sign | (saturates ? infinity - 1U : infinity));
+    return static_cast<uint16_t>(sign | infinity);
   }
   return static_cast<uint16_t>(packed(near, exponent_bits, mantissa_bits));
 }
-inline uint16_t f16_of(double value, bool saturates = false) {
-  return narrowed(value, 5, 10, saturates);
+inline uint16_t f16_of(double value) {
+  return narrowed(value, 5, 10);
 }
-inline uint16_t bf16_of(double value, bool saturates = false) {
-  return narrowed(value, 8, 7, saturates);
+inline uint16_t bf16_of(double value) {
+  return narrowed(value, 8, 7);
 }
 inline float f16(uint16_t bits) {
   if ((bits & 0x7c00U) != 0x7c00U) return static_cast<float>(unpacked(bits, 5, 10));
@@ -103,28 +90,11 @@ inline float bf16(uint16_t bits) {
   return f32(static_cast<uint32_t>(bits) << 16);
 }
 
-// a * b + c of halves, whose product is exact in a double; to be rounded to a half, as if only then.
-// What the double cannot hold goes into its last bit ("rounding to odd"), so that no tie is seen
-// where there is none.
-inline double fused_halves(double a, double b, double c) {
-  const double product = a * b;
-  const double sum = product + c;
-  const double of_c = sum - product;
-  const double lost = (product - (sum - of_c)) + (c - of_c);
-  if (!std::isfinite(sum) || lost == 0.0 || (bits_of(sum) & 1U) != 0) return sum;
-  return std::nextafter(sum, lost > 0.0 ? INFINITY : -INFINITY);
-}
-
 // Formats of 8 and fewer bits; all saturate (.satfinite).
 inline uint32_t e4m3_of(double value) {
   if (std::isnan(value)) return 0x7f;
   const double near = std::isinf(value) ? value : rounded(value, 3, -6);
   return packed(std::fabs(near) > 448.0 ? std::copysign(448.0, near) : near, 4, 3);
-}
-inline uint32_t e5m2_of(double value) {
-  if (std::isnan(value)) return 0x7f;
-  const double near = std::isinf(value) ? value : rounded(value, 2, -14);
-  return packed(std::fabs(near) > 57344.0 ? std::copysign(57344.0, near) : near, 5, 2);
 }
 inline uint32_t e2m1_of(double value) {
   if (std::isnan(value)) return 0x7;
@@ -135,23 +105,14 @@ inline float e4m3(uint32_t bits) {
   return (bits & 0x7fU) == 0x7fU ? f32(kCanonicalNan)
                                  : static_cast<float>(unpacked(bits & 0xffU, 4, 3));
 }
-inline float e5m2(uint32_t bits) {
-  return f16(static_cast<uint16_t>((bits & 0xffU) << 8));
-}
 inline float e2m1(uint32_t bits) {
   return static_cast<float>(unpacked(bits & 0xfU, 2, 1));
 }
 
-// min and max: the number where one is NaN, unless `keeps_nan`; -0 is below +0.
-inline float least(float a, float b, bool keeps_nan) {
-  if (std::isnan(a)) return keeps_nan ? a : b;
-  if (std::isnan(b)) return keeps_nan ? b : a;
-  if (a == b) return std::signbit(a) ? a : b;
-  return a < b ? a : b;
-}
-inline float greatest(float a, float b, bool keeps_nan) {
-  if (std::isnan(a)) return keeps_nan ? a : b;
-  if (std::isnan(b)) return keeps_nan ? b : a;
+// max: the number where one is NaN; -0 is below +0.
+inline float greatest(float a, float b) {
+  if (std::isnan(a)) return b;
+  if (std::isnan(b)) return a;
   if (a == b) return std::signbit(a) ? b : a;
   return a > b ? a : b;
 }
@@ -196,10 +157,8 @@ inline Integer shifted_right(Integer a, uint32_t by) {
   if (by > most) return a < 0 ? static_cast<Integer>(-1) : 0;
   return static_cast<Integer>(a >> by);
 }
-inline uint32_t funnel(uint32_t low, uint32_t high, uint32_t by, bool left, bool wraps) {
-  by = wraps ? by & 31U : by > 32U ? 32U : by;
-  const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
-  return static_cast<uint32_t>(left ? both << by >> 32 : both >> by);
+inline uint32_t funnel(uint32_t low, uint32_t high, uint32_t by) {
+  return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) << (by & 31U) >> 32);
 }
 template <class Unsigned>
 inline Unsigned inserted(Unsigned field, Unsigned base, uint32_t at, uint32_t count) {
@@ -211,19 +170,6 @@ inline Unsigned inserted(Unsigned field, Unsigned base, uint32_t at, uint32_t co
   const Unsigned mask = static_cast<Unsigned>(ones << at);
   return static_cast<Unsigned>((base & ~mask) | (field << at & mask));
 }
-template <class Integer>
-inline Integer extracted(Integer value, uint32_t at, uint32_t count) {
-  constexpr uint32_t kBits = sizeof(Integer) * 8;
-  at &= 255U;
-  count &= 255U;
-  if (count == 0) return 0;
-  Integer from = shifted_right(value, at);
-  if (count >= kBits) return from;
-  using Wide = std::conditional_t<(static_cast<Integer>(-1) < 0), int64_t, uint64_t>;
-  // The sign is that of the field's last bit, or of the value if the field reaches beyond it.
-  return static_cast<Integer>(static_cast<Wide>(static_cast<uint64_t>(from) << (64 - count)) >>
-                              (64 - count));
-}
 inline uint32_t permuted(uint32_t a, uint32_t b, uint32_t selectors) {
   const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
   uint32_t result = 0;
@@ -232,14 +178,6 @@ inline uint32_t permuted(uint32_t a, uint32_t b, uint32_t selectors) {
     uint32_t byte = static_cast<uint32_t>(bytes >> (8 * (selector & 7U))) & 255U;
     if ((selector & 8U) != 0) byte = (byte & 128U) != 0 ? 255U : 0U;
     result |= byte << (8 * i);
-  }
-  return result;
-}
-inline uint32_t looked_up(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
-  uint32_t result = 0;
-  for (uint32_t i = 0; i < 8; ++i) {
-    if ((table >> i & 1U) == 0) continue;
-    result |= ((i & 4U) != 0 ? a : ~a) & ((i & 2U) != 0 ? b : ~b) & ((i & 1U) != 0 ? c : ~c);
   }
   return result;
 }
