@@ -19,7 +19,6 @@ _INSTRUCTIONS = {
     "load": "ld.{order}.global.u32 {register}, {place};",
     "store": "st.{order}.global.u32 {place}, {value};",
     "add": "atom.{order}.global.add.u32 {register}, {place}, {value};",
-    "fence": "fence.{order};",
     "start": "griddepcontrol.wait;",
 }
 

@@ -34,7 +34,7 @@ FLAGS = (
     "-pthread",
 )
 ORDERS = ("weak", "relaxed", "acquire", "release", "acq_rel", "sc")
-SCOPES = ("none", "cta", "cluster", "gpu", "sys")
+SCOPES = ("none", "cta", "gpu", "sys")
 KINDS = (
     "load",
     "store",

@@ -24,7 +24,6 @@ WEAKER = {
     "release": ("relaxed",),
     "acquire": ("relaxed",),
     "acq_rel": ("relaxed", "acquire", "release"),
-    "sc": ("acq_rel",),
 }
 NARROWER = {"sys": "gpu", "gpu": "cta"}
 MEETINGS = ("barrier", "warp_barrier", "grid_wait", "proxy_fence")

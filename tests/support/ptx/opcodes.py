@@ -21,7 +21,7 @@ ORDERS = {
     "acq_rel": "kAcqRel",
     "sc": "kSc",
 }
-SCOPES = {"cta": "kCta", "cluster": "kCluster", "gpu": "kGpu", "sys": "kSys"}
+SCOPES = {"cta": "kCta", "gpu": "kGpu", "sys": "kSys"}
 SPACES = {
     "global": "kGlobal",
     "shared": "kShared",

@@ -6,7 +6,7 @@
 namespace ptx {
 
 enum class Order : uint8_t { kWeak, kRelaxed, kAcquire, kRelease, kAcqRel, kSc };
-enum class Scope : uint8_t { kNone, kCta, kCluster, kGpu, kSys };
+enum class Scope : uint8_t { kNone, kCta, kGpu, kSys };
 enum class Space : uint8_t { kGlobal, kShared, kParam };
 enum class Kind : uint8_t {
   kLoad,

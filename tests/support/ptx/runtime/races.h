@@ -8,11 +8,10 @@
 // the run.
 //
 // What makes one thread know another (PTX ISA, memory consistency model):
-//   release and acquire   patterns of operations, or of fences beside strong accesses, whose write
-//                         the read observes, directly or through a chain of atomics. Each step must
-//                         be morally strong, and both ends too: an acquire of scope .gpu learns
-//                         nothing from a release of another GPU, whatever the release's scope.
-//   fence.sc              one learns from those that ran before it, if the scopes hold each other
+//   release and acquire   patterns of operations whose write the read observes, directly or through
+//                         a chain of atomics. Each step must be morally strong, and both ends too:
+//                         an acquire of scope .gpu learns nothing from a release of another GPU,
+//                         whatever the release's scope. Fences are reported as not known.
 //   barriers              those who meet; shuffles, votes and redux order no memory
 //   the stream            a kernel starts after the kernels before it, with programmatic dependent
 //                         launch from griddepcontrol.wait on; the host after its rank's kernels.
@@ -22,8 +21,8 @@
 //
 // What this finds depends on the schedule. What it does not find in any: races with a write that a
 // morally strong one has overwritten since, and races with more than two readers in no order (the
-// first and the last stay). A cluster is one CTA here. The threads that run before
-// griddepcontrol.wait are compared with the two kernels before theirs.
+// first and the last stay). The threads that run before griddepcontrol.wait are compared with the
+// two kernels before theirs.
 #pragma once
 
 #include <algorithm>
@@ -260,7 +259,6 @@ struct ThreadRaces : Actor {
     const Location* where;
     Release release;
   };
-  std::vector<Release> fences;   // what the thread's strong writes release
   Known fenced[2];               // what its copies come after: in global memory, in shared memory
   std::vector<Pending> pending;  // what its strong reads have observed and no acquire has taken
 };
@@ -342,9 +340,7 @@ class MachineRaces {
       for (const Release& release : location.chain) observe(thread, location, release);
       if (!access.writes) note_observer(thread, location, me);
     }
-    if (acquires) {
-      acquire(thread, reach, [&](const auto& pending) { return pending.where == &location; });
-    }
+    if (acquires) acquire(thread, reach, location);
     if (!access.writes) return;
     if (!observes) location.chain.clear();
     if (releases) {
@@ -356,26 +352,8 @@ class MachineRaces {
         if (own.is_of(thread)) put(location.chain, own);
       }
     }
-    for (const Release& fence : thread.fences) put(location.chain, fence);
     location.last = me;
     location.observers.clear();
-  }
-
-  void fence(ThreadRaces& thread, Order order, Scope scope) {
-    const Reach reach{scope, thread.place};
-    if (order != Order::kRelease) {
-      acquire(thread, reach, [](const auto&) { return true; });
-    }
-    if (order == Order::kSc) {
-      for (const Release& before : sc_fences_) {
-        if (hold_each_other(before.reach, reach)) learn(thread, before);
-      }
-    }
-    if (order == Order::kAcquire) return;
-    const Release mine{reach, thread.slot, thread.clock++, thread.known};
-    std::erase_if(thread.fences, [&](const Release& old) { return old.reach.scope <= scope; });
-    thread.fences.push_back(mine);
-    if (order == Order::kSc) put(sc_fences_, mine);
   }
 
   // Where an access was made.
@@ -497,10 +475,10 @@ class MachineRaces {
     thread.pending.push_back({&location, release});
   }
 
-  template <class Wanted>
-  static void acquire(ThreadRaces& thread, const Reach& reach, Wanted is_wanted) {
+  static void acquire(ThreadRaces& thread, const Reach& reach, const Location& location) {
     std::erase_if(thread.pending, [&](const auto& pending) {
-      if (!is_wanted(pending) || !hold_each_other(pending.release.reach, reach)) return false;
+      if (pending.where != &location || !hold_each_other(pending.release.reach, reach))
+        return false;
       learn(thread, pending.release);
       return true;
     });
@@ -522,7 +500,6 @@ class MachineRaces {
   uint32_t num_slots_ = 0;
   std::vector<SiteUse> sites_{{nullptr, 1}};
   std::unordered_map<const Site*, uint32_t> first_sites_;  // by the first one's address
-  std::vector<Release> sc_fences_;
 };
 
 namespace races {
@@ -633,7 +610,7 @@ void on_access(T& thread, const Access& access) {
 
 template <class T>
 void on_fence(T& thread, const Site& site) {
-  thread.machine->races.fence(thread.races, site.order, site.scope);
+  fail(thread, &site, "Race", "what a fence orders is not known here; no kernel of ours has one");
 }
 
 template <class T>
