@@ -62,8 +62,9 @@ def finished(case: Case, number: int) -> Case:
 
 
 def varied(number: int) -> dict[str, Any]:
-    """CTAs, threads, splits, PDL and the scheduler's seed of one case of a list."""
+    """Architecture, CTAs, threads, splits, PDL and the scheduler's seed of one case of a list."""
     return {
+        "architecture": ARCHITECTURES[number // 4 % 2],
         "ctas": 1 + number % 3,
         "threads": (64, 32, 128, 96)[number % 4],
         "hidden_splits": (1, 2, 5)[number // 3 % 3],
@@ -121,10 +122,10 @@ BY_TMA = (
 )
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_rows_by_tma(architecture: str) -> None:
-    for case, options in BY_TMA:
-        of_all: dict[str, Any] = {"architecture": architecture, "ctas": 2, "pdl": True}
+def test_rows_by_tma() -> None:
+    for number, (case, options) in enumerate(BY_TMA):
+        of_all: dict[str, Any] = {"ctas": 2, "pdl": True}
+        of_all["architecture"] = ARCHITECTURES[number % 2]
         emulated.check_case("ptx", dataclasses.replace(case, max_sms=1), **of_all | options)
 
 
@@ -317,34 +318,31 @@ _HEADS = (
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("number", range(len(_HEADS)))
-def test_heads(number: int, architecture: str) -> None:
+def test_heads(number: int) -> None:
     options = varied(number)
     del options["hidden_splits"]
-    check_head(_HEADS[number], 8, architecture=architecture, **options)
+    check_head(_HEADS[number], 8, **options)
 
 
 # ---- all of it
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[name_of(case) for case in CASES])
-def test_case(number: int, architecture: str) -> None:
-    emulated.check_case("ptx", CASES[number], architecture=architecture, **varied(number))
+def test_case(number: int) -> None:
+    emulated.check_case("ptx", CASES[number], **varied(number))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[name_of(case) for case in CASES])
-def test_case_as_a_small_batch(number: int, architecture: str) -> None:
+def test_case_as_a_small_batch(number: int) -> None:
     if CASES[number].capacity > MAX_SMALL_TOKENS:
         pytest.skip("more tokens than a small batch has")
     case, options = dataclasses.replace(CASES[number], small=True), varied(number)
     case = dataclasses.replace(case, unit_data_bytes=(14, 12)[number % 3 // 2])
     del options["hidden_splits"]
-    emulated.check_case("ptx", case, architecture=architecture, **options)
+    emulated.check_case("ptx", case, **options)
 
 
 def architecture_of(number: int, post_quant: bool) -> str:
@@ -368,10 +366,10 @@ def test_recipe_cases_run_every_recipe_on_both_architectures() -> None:
 )
 def test_recipe_case(number: int, post_quant: bool) -> None:
     architecture = architecture_of(number, post_quant)
-    options = varied(number + int(post_quant))
+    options = varied(number + int(post_quant)) | {"architecture": architecture}
     options["pdl"] = architecture == "sm_90a"  # each PTX is compiled once, for most of the time
     case = RECIPE_CASES[number]
-    emulated.check_case("ptx", case, architecture=architecture, post_quant=post_quant, **options)
+    emulated.check_case("ptx", case, post_quant=post_quant, **options)
 
 
 @pytest.mark.long

@@ -19,6 +19,7 @@ import torch
 from moe_nvlink_plugin import rank_mask
 from moe_nvlink_plugin.exchange import launches
 from moe_nvlink_plugin.exchange.kernels import MEET
+from moe_nvlink_plugin.jit.header import constants
 from moe_nvlink_plugin.verify import cases, compare
 from moe_nvlink_plugin.verify.cases import Case
 from tests.ptx.test_cases import SMALL
@@ -177,6 +178,19 @@ def test_a_step_that_is_left_out_is_found(life: str, forgets: str, small: bool) 
     for seed in SEEDS:
         run = functools.partial(LIVES[life], small, forgets, seed)
         assert mutants.report_of([run]) is not None, f"not in the order of seed {seed}"
+
+
+@KINDS
+def test_a_launch_without_the_mask_does_not_wait(small: bool) -> None:
+    """As of a graph that was captured before the death: the code is not that of a wait in vain."""
+    with running(small, 1) as (case, ranks):
+        broken_round(case, ranks, LAST)
+        survivors.go_on_without(ranks, LAST)
+        ranks._masks = [None] * 4
+        ranks.dispatch(cases.make_inputs(case)[:LAST])
+        for rank in range(LAST):
+            word = int(ranks.control(rank).fault)
+            assert (word >> 56, word >> 32 & 0xFFFF) == (constants()["kFaultAhead"], LAST)
 
 
 def without_the_wait(text: str) -> str:

@@ -32,17 +32,6 @@ _WRONG: dict[str, tuple[str, type[PtxError], str]] = {
         MisalignedError,
         "16 bytes",
     ),
-    "misaligned_shared": (
-        "mov.u32 %r0, misaligned_shared_shared;\nst.shared.u64 [%r0+4], %word0;",
-        MisalignedError,
-        r"st.shared.u64.*\n.*8 bytes",
-    ),
-    "misaligned_generic": ("st.u16 [%result+1], %tid;", MisalignedError, "2 bytes"),
-    "misaligned_atomic": (
-        "atom.relaxed.gpu.global.add.u64 %word0, [%record+4], 1;",
-        MisalignedError,
-        "8 bytes",
-    ),
     "after_an_array": (
         f"ld.global.u32 %r0, [%records+{one.RECORD_BYTES * one.THREADS}];",
         OutOfBoundsError,
@@ -58,7 +47,6 @@ _WRONG: dict[str, tuple[str, type[PtxError], str]] = {
         OutOfBoundsError,
         "16 after the begin of 'array 2' of rank 0, which has 24",
     ),
-    "nowhere": ("mov.u64 %word0, 64;\nld.global.u32 %r0, [%word0];", OutOfBoundsError, "0x40"),
     "beyond_shared": (
         f"mov.u32 %r0, beyond_shared_shared;\nst.shared.u32 [%r0+{one.RECORD_BYTES * one.THREADS}],"
         " %tid;",

@@ -32,16 +32,6 @@ VERBS = {
     "head_gather": ("HeadArgs", "HeadShared", "head_gather_body"),
     "head_argmax": ("HeadArgs", "HeadArgmaxShared", "head_argmax_body"),
 }
-#: Those whose body is a kernel's of the product.
-OF_PRODUCT = (
-    "dispatch",
-    "combine",
-    "small_dispatch",
-    "small_combine",
-    "meet",
-    "head_gather",
-    "head_argmax",
-)
 
 
 class RoundsArgs(ctypes.Structure):
@@ -436,8 +426,9 @@ def host_source(*, delays: bool = False) -> str:
 def stand_in_source(count: int) -> str:
     """The host library that tests/support/fake_cuda runs when emulated kernels are launched."""
     text = host_source(delays=True)
+    of_product = {kernel.name for kernel in (*LAYER.kernels, *HEAD.kernels)}
     for verb, (args, _shared, _body) in VERBS.items():
-        function = f"{'moe_nvlink' if verb in OF_PRODUCT else 'emulated'}_{verb}"
+        function = f"{'moe_nvlink' if verb in of_product else 'emulated'}_{verb}"
         window = ".dispatch.window_base" if verb == "rounds" else ".window_base"
         fields = {"args": args, "function": function, "window": window}
         text += _STAND_IN_ENTRY.format(verb=verb, count=count, **fields)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -11,20 +10,10 @@ import yaml
 
 from moe_nvlink_plugin.errors import ConfigError
 
+from .within.moe_nvlink_upstream_expected import Rule
+
 FOLDER = Path(__file__).resolve().parent / "expectations"
 PASSED, FAILED, CANNOT_RUN = "passed", "failed", "cannot run"
-
-
-@dataclass(frozen=True)
-class Rule:
-    """The expected outcome of the tests whose node ids fit `tests`, where only * is wild."""
-
-    tests: str
-    count: int
-    outcome: str
-    reason: str = ""
-    says: str = ""
-    run: bool = True
 
 
 class _Block(pydantic.BaseModel, frozen=True, extra="forbid"):

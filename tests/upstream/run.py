@@ -18,8 +18,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from . import family, fetch, settings
-from .expectations import Rule
 from .groups import Group, Plugin
+from .within.moe_nvlink_upstream_expected import Rule
 
 HERE = Path(__file__).resolve().parent
 #: Our name where vLLM's tests run, see `within/moe_nvlink_upstream.py`.

@@ -10,8 +10,9 @@ from moe_nvlink_plugin.errors import ConfigError
 from moe_nvlink_plugin.integration.vllm import compat
 
 from . import expectations
-from .expectations import CANNOT_RUN, FAILED, PASSED, Rule
+from .expectations import CANNOT_RUN, FAILED, PASSED
 from .groups import Group, Plugin, all_groups
+from .within.moe_nvlink_upstream_expected import Rule
 
 README = Path(__file__).with_name("README.md")
 BEGIN = "<!-- upstream tests: written by `--write-table` -->"

@@ -14,9 +14,9 @@ from tests.instruments.upstream.upstream_toys import (
     toy_group,
     toy_tree,
 )
-from tests.upstream.expectations import Rule
 from tests.upstream.groups import Plugin
 from tests.upstream.run import Job, Ran, run
+from tests.upstream.within.moe_nvlink_upstream_expected import Rule
 
 pytestmark = pytest.mark.long
 

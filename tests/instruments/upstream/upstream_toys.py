@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.upstream.expectations import Rule
 from tests.upstream.groups import Group, Plugin
 from tests.upstream.run import Job, Ran, Where, run
+from tests.upstream.within.moe_nvlink_upstream_expected import Rule
 
 #: Does what vLLM does when our package is installed: it asks our entry point for a platform.
 ASKED = """

@@ -160,8 +160,6 @@ class Kernel(NamedTuple):
     raw: Any
     sites: list[Site]
     param_bytes: int
-    shared_bytes: int
-    num_registers: int
     mode: tuple[bool, bool]
 
 
@@ -201,9 +199,7 @@ class Library(Mapping[str, Kernel]):
 
 def _kernel(raw: _Kernel, mode: tuple[bool, bool]) -> Kernel:
     sites = [Site(raw.sites[number]) for number in range(raw.num_sites)]
-    return Kernel(
-        raw.name.decode(), raw, sites, raw.param_bytes, raw.shared_bytes, raw.num_registers, mode
-    )
+    return Kernel(raw.name.decode(), raw, sites, raw.param_bytes, mode)
 
 
 def load(ptx: str, *, races: bool = False, clock: bool = False) -> Library:

@@ -90,22 +90,14 @@ class Machine:
         seed: decides the order in which threads run.
         races: report accesses that nothing orders; libraries must be loaded so too.
         clock: count virtual time; the same.
-        most_resident_ctas: see limit_ctas.
     """
 
     def __init__(
-        self,
-        ranks: int,
-        *,
-        seed: int = 0,
-        races: bool = False,
-        clock: bool = False,
-        most_resident_ctas: int = 0,
+        self, ranks: int, *, seed: int = 0, races: bool = False, clock: bool = False
     ) -> None:
         self.mode = (races, clock)
         self._runtime = _runtime(races, clock)
         self._handle = self._runtime.ptx_create(ranks, seed, 0)
-        self._runtime.ptx_limit_ctas(self._handle, most_resident_ctas)
 
     def allocate(self, rank: int, address: int, size_bytes: int, name: str) -> None:
         """Memory that kernels of every rank may touch; it is local for `rank`."""

@@ -52,7 +52,7 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of the expectations files; ../expectations.py says what its fields mean."""
+    """The expected outcome of the tests whose node ids fit `tests`, where only * is wild."""
 
     tests: str
     count: int
