@@ -726,6 +726,3 @@ def sticky_body(_rank: int, _size: int) -> None:
         assert driver.call("cuDeviceGetCount") == 4
     with driver.on_device(1):
         driver.call("cuCtxSynchronize")
-
-
-# Versions.

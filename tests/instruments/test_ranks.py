@@ -94,13 +94,3 @@ def test_a_thread_that_fails_or_hangs_is_named() -> None:
     with pytest.raises(RankError, match=r"^rank 1: still ran after 0 s$"):
         run_threads(2, lambda rank: rank == 0 or release.wait(60), timeout_s=0.3)
     release.set()
-
-
-HANGS = """
-import threading
-from tests.support.ranks import RankError, run_threads
-try:
-    run_threads(2, lambda rank: rank == 0 or threading.Event().wait(), timeout_s=0.3)
-except RankError as error:
-    print(error)
-"""

@@ -168,12 +168,6 @@ def test_small_sample(
         emulated.check_case("ptx", mine, ctas=ctas, threads=64, pdl=True, **options)
 
 
-@pytest.mark.parametrize("received_ids", ["elsewhere", 5])
-def test_ids_and_weights_of_small_batches(received_ids: str | int) -> None:
-    case = dataclasses.replace(SMALL, received_ids=received_ids, small=True)
-    emulated.check_case("ptx", case, ctas=3, threads=64, pdl=True)
-
-
 @pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
 def test_ranks_that_are_left_out(small: bool) -> None:
     """Two rounds side by side, which know nothing of each other."""
@@ -196,16 +190,11 @@ def test_slots_in_the_order_of_the_tokens(recipe: str | None) -> None:
     emulated.check_case("ptx", case, ctas=3, threads=64, pdl=True, races=True)
 
 
-@pytest.mark.parametrize("data_bytes", [14, 12])
-def test_small_rounds_of_other_counts(data_bytes: int) -> None:
-    case = dataclasses.replace(SMALL, small=True, unit_data_bytes=data_bytes)
-    emulated.check_rounds("ptx", case, 6, ctas=2, threads=64, pdl=True, seed=3)
-
-
+@pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
 @pytest.mark.parametrize("received_ids", ["elsewhere", 5])
-def test_ids_and_weights_as_experts_read_them(received_ids: str | int) -> None:
-    case = dataclasses.replace(SMALL, received_ids=received_ids)
-    emulated.check_case("ptx", case, ctas=2, hidden_splits=3, threads=64, pdl=True)
+def test_ids_and_weights_as_experts_read_them(received_ids: str | int, small: bool) -> None:
+    case = dataclasses.replace(SMALL, received_ids=received_ids, small=small)
+    emulated.check_case("ptx", case, ctas=3, hidden_splits=3, threads=64, pdl=True)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +214,10 @@ def test_static_rounds(pdl: bool) -> None:
     emulated.check_static_rounds("ptx", SMALL, 3, pdl=pdl)
 
 
-def test_rounds_of_other_counts() -> None:
-    emulated.check_rounds("ptx", SMALL, 6, ctas=2, pdl=True, seed=3)
+@pytest.mark.parametrize(("small", "data_bytes"), [(False, 14), (True, 14), (True, 12)])
+def test_rounds_of_other_counts(small: bool, data_bytes: int) -> None:
+    case = dataclasses.replace(SMALL, small=small, unit_data_bytes=data_bytes)
+    emulated.check_rounds("ptx", case, 6, ctas=2, pdl=True, seed=3)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -184,14 +184,8 @@ def test_a_deadlock_names_each_cta_with_its_source_line() -> None:
         assert "source line 6" in report, report
 
 
-@pytest.mark.parametrize("pdl", [False, True])
-def test_a_missing_rank_ends_with_the_fault_word(pdl: bool) -> None:
-    """Bounded waits end, because virtual time goes on where nothing else does."""
-    emulated.check_missing_rank("ptx", pdl=pdl)
-
-
 @pytest.mark.parametrize("small", [False, True], ids=["bulk", "small"])
-@pytest.mark.parametrize("seed", range(1, 7))
+@pytest.mark.parametrize("seed", range(1, 4))
 def test_a_dispatch_that_is_repeated_without_its_combine(seed: int, small: bool) -> None:
     """However the ranks' threads take turns: rows may be lost, and no other fault may say so."""
     emulated.check_repeated_dispatch("ptx", small=small, ctas=4, seed=seed)

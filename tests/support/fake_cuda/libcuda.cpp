@@ -245,18 +245,6 @@ Status cuDriverGetVersion(int* version) {
   return 0;
 }
 
-Status cuGetErrorName(Status error, const char** out) {
-  for (const auto& [text, value] : kResults) {
-    *out = text;
-    if (value == error) return 0;
-  }
-  *out = nullptr;
-  return CUDA_ERROR_INVALID_VALUE;
-}
-Status cuGetErrorString(Status error, const char** out) {
-  return cuGetErrorName(error, out);
-}
-
 Status cuGetProcAddress_v2(const char* name, void** out, int version, unsigned long long,
                            int* found) {
   return find_entry(name, out, version, found);
@@ -313,13 +301,6 @@ Status cuDeviceGetAttribute(int* value, int attribute, int device) {
   return *value < 0 ? CUDA_ERROR_INVALID_VALUE : 0;
 }
 
-Status cuDeviceGetPCIBusId(char* id, int size, int device) {
-  ASK(cuDeviceGetPCIBusId);
-  CHECK(is_device(device), CUDA_ERROR_INVALID_DEVICE);
-  snprintf(id, static_cast<size_t>(size), "0000:%02x:00.0", device + 1);
-  return 0;
-}
-
 Status cuDeviceCanAccessPeer(int* can, int device, int peer) {
   ASK(cuDeviceCanAccessPeer);
   CHECK(is_device(device) && is_device(peer), CUDA_ERROR_INVALID_DEVICE);
@@ -343,10 +324,6 @@ Status cuDevicePrimaryCtxRetain(Context** context, int device) {
   *context = &contexts[device];
   return 0;
 }
-Status cuDevicePrimaryCtxRelease_v2(int) {
-  ASK(cuDevicePrimaryCtxRelease);
-  return 0;
-}
 
 Status cuCtxPushCurrent_v2(Context* context) {
   ASK(cuCtxPushCurrent);
@@ -359,12 +336,6 @@ Status cuCtxPopCurrent_v2(Context** context) {
   CHECK(!context_stack.empty(), CUDA_ERROR_INVALID_CONTEXT);
   if (context != nullptr) *context = context_stack.back();
   context_stack.pop_back();
-  return 0;
-}
-Status cuCtxSetCurrent(Context* context) {
-  ASK(cuCtxSetCurrent);
-  if (!context_stack.empty()) context_stack.pop_back();
-  if (context != nullptr) context_stack.push_back(context);
   return 0;
 }
 Status cuCtxGetCurrent(Context** context) {

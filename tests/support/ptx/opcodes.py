@@ -466,34 +466,48 @@ def _nanosleep(context: Context, instruction: Instruction) -> str:
 
 # ---- integers
 
-_OPERATORS = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}
+#: opcode -> operands (T: of the type, B: of its bits, U: u32, P: a predicate), and C++ of the result,
+#: which is of the type or, where the first operand is B, of its bits.
+_COMPUTED = {
+    "add": ("BB", "{0} + {1}"),
+    "sub": ("BB", "{0} - {1}"),
+    "and": ("TT", "{0} & {1}"),
+    "or": ("TT", "{0} | {1}"),
+    "xor": ("TT", "{0} ^ {1}"),
+    "not": ("T", "~{0}"),
+    "div": ("TT", "quotient<{T}>({0}, {1})"),
+    "rem": ("TT", "remainder_of<{T}>({0}, {1})"),
+    "min": ("TT", "std::min<{T}>({0}, {1})"),
+    "max": ("TT", "std::max<{T}>({0}, {1})"),
+    "shl": ("TU", "shifted_left<{T}>({0}, {1})"),
+    "shr": ("TU", "shifted_right<{T}>({0}, {1})"),
+    "bfi": ("TTUU", "inserted<{T}>({0}, {1}, {2}, {3})"),
+    "prmt": ("UUU", "permuted({0}, {1}, {2})"),
+    "brev": ("T", "reversed({0})"),
+    "selp": ("BBP", "{2} ? {0} : {1}"),
+    "copysign": ("BB", "({0} & {sign}) | ({1} & ~{sign})"),
+}
 
 
-@emits("and", "or", "xor", "not")
-def _logic(context: Context, instruction: Instruction) -> str:
+@emits(*_COMPUTED)
+def _computed(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
     kind = modifiers.type()
-    modifiers.end()
-    target, *sources = instruction.operands
-    values = [context.value(each, kind) for each in sources]
-    if instruction.opcode == "not":
-        value = f"!{values[0]}" if kind == "pred" else f"~{values[0]}"
-    else:
-        value = f"{values[0]} {_OPERATORS[instruction.opcode]} {values[1]}"
-    return context.assign(target, kind, value)
-
-
-@emits("add", "sub")
-def _add(context: Context, instruction: Instruction) -> str:
-    modifiers = Modifiers(instruction)
-    kind = modifiers.type()
-    if not kind.startswith(("u", "s")):
+    types, formula = _COMPUTED[instruction.opcode]
+    if is_float(kind) and instruction.opcode in _FORMULAS:
         return _real(context, instruction)
     modifiers.end()
-    target, a, b = instruction.operands
-    raw, operator = f"b{bits(kind)}", _OPERATORS[instruction.opcode]
-    value = f"{context.value(a, raw)} {operator} {context.value(b, raw)}"
-    return context.assign(target, raw, value)
+    if is_float(kind) and types[0] != "B":
+        raise modifiers.error("unknown type")
+    raw = f"b{bits(kind)}"
+    of = {"T": kind, "B": raw, "U": "u32", "P": "pred"}
+    target, *sources = instruction.operands
+    values = [context.value(each, of[letter]) for each, letter in zip(sources, types, strict=True)]
+    sign = f"static_cast<{unsigned(raw)}>(1ull << {bits(raw) - 1})"
+    if kind == "pred" and instruction.opcode == "not":
+        formula = "!{0}"
+    value = formula.format(*values, T=signed_type(kind), sign=sign)
+    return context.assign(target, raw if types[0] == "B" else kind, value)
 
 
 @emits("mul", "mad")
@@ -523,44 +537,6 @@ def _wide(kind: str) -> str:
     return f"{sign}__int128" if bits(kind) == 64 else f"{'' if sign == '' else 'u'}int64_t"
 
 
-@emits("div", "rem")
-def _div(context: Context, instruction: Instruction) -> str:
-    modifiers = Modifiers(instruction)
-    kind = modifiers.type()
-    if is_float(kind):
-        return _real(context, instruction)
-    modifiers.end()
-    target, a, b = instruction.operands
-    function = "quotient" if instruction.opcode == "div" else "remainder_of"
-    values = f"{context.value(a, kind)}, {context.value(b, kind)}"
-    return context.assign(target, kind, f"{function}<{signed_type(kind)}>({values})")
-
-
-@emits("min", "max")
-def _extreme(context: Context, instruction: Instruction) -> str:
-    modifiers = Modifiers(instruction)
-    kind = modifiers.type()
-    if kind == "f32" and instruction.opcode == "max":
-        return _real(context, instruction)
-    modifiers.end()
-    if not kind.startswith(("u", "s")):
-        raise modifiers.error("unknown type")
-    target, *sources = instruction.operands
-    values = ", ".join(context.value(each, kind) for each in sources)
-    return context.assign(target, kind, f"std::{instruction.opcode}<{signed_type(kind)}>({values})")
-
-
-@emits("shl", "shr")
-def _shift(context: Context, instruction: Instruction) -> str:
-    modifiers = Modifiers(instruction)
-    kind = modifiers.type()
-    modifiers.end()
-    target, value, by = instruction.operands
-    name = "shifted_left" if instruction.opcode == "shl" else "shifted_right"
-    a, b = context.value(value, kind), context.value(by, "u32")
-    return context.assign(target, kind, f"{name}<{signed_type(kind)}>({a}, {b})")
-
-
 @emits("shf")
 def _shf(context: Context, instruction: Instruction) -> str:
     if instruction.modifiers != ("l", "wrap", "b32"):
@@ -568,36 +544,6 @@ def _shf(context: Context, instruction: Instruction) -> str:
     target, *sources = instruction.operands
     values = ", ".join(context.value(each, "u32") for each in sources)
     return context.assign(target, "u32", f"funnel({values})")
-
-
-@emits("bfi")
-def _bfi(context: Context, instruction: Instruction) -> str:
-    modifiers = Modifiers(instruction)
-    kind = modifiers.type()
-    modifiers.end()
-    target, *sources = instruction.operands
-    values = [context.value(each, kind) for each in sources[:2]]
-    values += [context.value(each, "u32") for each in sources[2:]]
-    return context.assign(target, kind, f"inserted<{signed_type(kind)}>({', '.join(values)})")
-
-
-@emits("prmt")
-def _prmt(context: Context, instruction: Instruction) -> str:
-    modifiers = Modifiers(instruction)
-    modifiers.type()
-    modifiers.end()
-    target, *sources = instruction.operands
-    values = ", ".join(context.value(each, "u32") for each in sources)
-    return context.assign(target, "u32", f"permuted({values})")
-
-
-@emits("brev")
-def _brev(context: Context, instruction: Instruction) -> str:
-    modifiers = Modifiers(instruction)
-    kind = modifiers.type()
-    modifiers.end()
-    target, source = instruction.operands
-    return context.assign(target, kind, f"reversed({context.value(source, kind)})")
 
 
 @emits("bfind")
@@ -658,17 +604,6 @@ def _real(context: Context, instruction: Instruction) -> str:
     return context.assign(target, "b32", f"result_of({value})")
 
 
-@emits("copysign")
-def _copysign(context: Context, instruction: Instruction) -> str:
-    modifiers = Modifiers(instruction)
-    raw = f"b{bits(modifiers.type())}"
-    modifiers.end()
-    target, sign, magnitude = instruction.operands
-    mask = f"static_cast<{unsigned(raw)}>(1ull << {bits(raw) - 1})"
-    value = f"({context.value(sign, raw)} & {mask}) | ({context.value(magnitude, raw)} & ~{mask})"
-    return context.assign(target, raw, value)
-
-
 # ---- comparisons
 
 _COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
@@ -692,18 +627,6 @@ def _setp(context: Context, instruction: Instruction) -> str:
         joined = f"{is_nan} || " if comparison in _UNORDERED else f"!{is_nan} && "
         compared = f"({joined}{compared})"
     return context.assign(target, "pred", compared)
-
-
-@emits("selp")
-def _selp(context: Context, instruction: Instruction) -> str:
-    modifiers = Modifiers(instruction)
-    raw = f"b{bits(modifiers.type())}"
-    modifiers.end()
-    target, a, b, predicate = instruction.operands
-    chosen = (
-        f"{context.value(predicate, 'pred')} ? {context.value(a, raw)} : {context.value(b, raw)}"
-    )
-    return context.assign(target, raw, chosen)
 
 
 # ---- conversions
