@@ -801,36 +801,48 @@ def check_fused(
                 assert int(counts[target, number, rank]) == sent, f"{what}: rows to {target}"
 
 
-class StaticRounds:
-    """A round on fixed addresses with fixed token counts, so that a CUDA graph can hold it.
+class FixedInputs:
+    """One rank's inputs on fixed addresses with a fixed token count, as a CUDA graph can hold them.
 
-    What changes between two runs is device memory alone: the rows behind a rank's tokens get the
+    What changes between two runs is device memory alone: the rows behind a round's tokens get the
     id -1 and go nowhere.
     """
 
-    def __init__(self, ranks: EmulatedRanks) -> None:
-        config, device = ranks.config, ranks.backend.device
-        self._ranks = ranks
+    def __init__(self, config: AllToAllConfig, device: torch.device | str) -> None:
         tokens = config.max_tokens_per_rank
-        self._inputs = [
-            Inputs(
-                torch.zeros((tokens, config.hidden_size), dtype=config.dtype, device=device),
-                torch.full((tokens, config.top_k), -1, dtype=torch.int32, device=device),
-                torch.zeros((tokens, config.top_k), device=device),
-                (),
-            )
-            for _ in ranks.configs
-        ]
-        self.outputs = [torch.empty_like(mine.hidden_states) for mine in self._inputs]
+        self.hidden = torch.zeros((tokens, config.hidden_size), dtype=config.dtype, device=device)
+        self.ids = torch.full((tokens, config.top_k), -1, dtype=torch.int32, device=device)
+        self.weights = torch.zeros((tokens, config.top_k), device=device)
+
+    def fill(self, inputs: Inputs) -> None:
+        """This round's tokens, of any number; the host waits for nothing."""
+        count = len(inputs.topk_ids)
+        self.ids.fill_(-1)
+        self.hidden[:count].copy_(inputs.hidden_states)
+        self.ids[:count].copy_(inputs.topk_ids)
+        self.weights[:count].copy_(inputs.topk_weights)
+
+
+def check_output(case: Case, inputs: Inputs, ep_rank: int, output: torch.Tensor) -> None:
+    """The tokens' rows against the oracle; the padding's are zero."""
+    count = len(inputs.topk_ids)
+    expected = torch.zeros_like(output)
+    expected[:count] = compare.expected_combined(case, inputs, ep_rank)
+    what = f"{case.name}: rank {ep_rank}, {count} tokens"
+    compare.assert_same_bits(compare.one_nan(output), compare.one_nan(expected), what)
+
+
+class StaticRounds:
+    """Rounds of all ranks on FixedInputs."""
+
+    def __init__(self, ranks: EmulatedRanks) -> None:
+        self._ranks = ranks
+        self._fixed = [FixedInputs(ranks.config, ranks.backend.device) for _ in ranks.configs]
+        self.outputs = [torch.empty_like(each.hidden) for each in self._fixed]
 
     def fill(self, of_round: Sequence[Inputs]) -> None:
-        """Puts one round's tokens into the fixed buffers; the host waits for nothing."""
-        for fixed, mine in zip(self._inputs, of_round, strict=True):
-            count = len(mine.topk_ids)
-            fixed.topk_ids.fill_(-1)
-            fixed.hidden_states[:count].copy_(mine.hidden_states)
-            fixed.topk_ids[:count].copy_(mine.topk_ids)
-            fixed.topk_weights[:count].copy_(mine.topk_weights)
+        for fixed, mine in zip(self._fixed, of_round, strict=True):
+            fixed.fill(mine)
 
     def warm_up(self) -> None:
         """torch's own kernels once, so that none is loaded during a capture; ours not."""
@@ -840,7 +852,8 @@ class StaticRounds:
 
     def run(self) -> None:
         """Dispatch, experts, poison, combine."""
-        received = self._ranks.dispatch(self._inputs)
+        inputs = [Inputs(each.hidden, each.ids, each.weights, ()) for each in self._fixed]
+        received = self._ranks.dispatch(inputs)
         for rank, mine in enumerate(received):
             self._ranks.poison_combine(rank)
             self._ranks.experts(rank, mine)
@@ -848,15 +861,8 @@ class StaticRounds:
         self._ranks.combine([mine.send_slots for mine in received], self.outputs)
 
     def check(self, case: Case, of_round: Sequence[Inputs], outputs: list[torch.Tensor]) -> None:
-        """The tokens' rows against the oracle; the padding's are zero."""
         for rank, mine in enumerate(of_round):
-            count = len(mine.topk_ids)
-            expected = torch.zeros_like(outputs[rank])
-            expected[:count] = compare.expected_combined(case, mine, rank)
-            what = f"rank {rank}, {count} tokens"
-            compare.assert_same_bits(
-                compare.one_nan(outputs[rank]), compare.one_nan(expected), what
-            )
+            check_output(case, mine, rank, outputs[rank])
 
 
 def check_static_rounds(

@@ -27,6 +27,8 @@ from tests.support import emulated
 #: is stuck must not use up the minutes of a lent one. Of CPU ranks on a busy machine: more.
 WAIT_S = {"cuda": 10.0, "cpu": 60.0}
 
+check_output = emulated.check_output
+
 ONE_RANK = Case(
     name="one rank",
     tokens=(0,),
@@ -90,27 +92,13 @@ def expert_rows(layer: MoeAllToAll, received: Dispatched) -> torch.Tensor:
     return cases.expert_rows(config, config.ep_rank, hidden, ids, weights)
 
 
-class StaticLayer:
-    """A round on fixed addresses with a fixed token count, as a CUDA graph can hold it.
-
-    The rows behind a round's tokens have the id -1 and go nowhere.
-    """
+class StaticLayer(emulated.FixedInputs):
+    """A round on fixed addresses with a fixed token count, as a CUDA graph can hold it."""
 
     def __init__(self, layer: MoeAllToAll, device: str, *, zero_copy: bool = True) -> None:
-        self._layer, self._zero_copy, config = layer, zero_copy, layer.config
-        tokens = config.max_tokens_per_rank
-        self.hidden = torch.zeros((tokens, config.hidden_size), dtype=config.dtype, device=device)
-        self.ids = torch.full((tokens, config.top_k), -1, dtype=torch.int32, device=device)
-        self.weights = torch.zeros((tokens, config.top_k), device=device)
+        super().__init__(layer.config, device)
+        self._layer, self._zero_copy = layer, zero_copy
         self.output = torch.empty_like(self.hidden)
-
-    def fill(self, inputs: Inputs) -> None:
-        """This round's tokens, of any number."""
-        count = len(inputs.topk_ids)
-        self.ids.fill_(-1)
-        self.hidden[:count].copy_(inputs.hidden_states)
-        self.ids[:count].copy_(inputs.topk_ids)
-        self.weights[:count].copy_(inputs.topk_weights)
 
     def warm_up(self) -> None:
         """torch's own kernels once, so that none is loaded during a capture; ours not."""
@@ -140,15 +128,6 @@ def replayable(static: StaticLayer, device: str) -> Callable[[], None]:
     """On a GPU the round captured before it ever ran, and its replay; elsewhere the round."""
     static.warm_up()
     return static.run if device == "cpu" else emulated.captured(static.run)
-
-
-def check_output(case: Case, inputs: Inputs, ep_rank: int, output: torch.Tensor) -> None:
-    """The tokens' rows against the oracle; the padding's are zero."""
-    count = len(inputs.topk_ids)
-    expected = torch.zeros_like(output)
-    expected[:count] = compare.expected_combined(case, inputs, ep_rank)
-    what = f"{case.name}: rank {ep_rank}, {count} tokens"
-    compare.assert_same_bits(compare.one_nan(output), compare.one_nan(expected), what)
 
 
 # One rank.

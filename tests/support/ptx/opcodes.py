@@ -466,8 +466,8 @@ def _nanosleep(context: Context, instruction: Instruction) -> str:
 
 # ---- integers
 
-#: opcode -> operands (T: of the type, B: of its bits, U: u32, P: a predicate), and C++ of the result,
-#: which is of the type or, where the first operand is B, of its bits.
+#: opcode -> operands (T: of the type, B: of its bits, U: u32, P: a predicate), and C++ of what is
+#: computed: of the type, or of its bits where the first operand is B.
 _COMPUTED = {
     "add": ("BB", "{0} + {1}"),
     "sub": ("BB", "{0} - {1}"),
