@@ -274,14 +274,13 @@ def rounded(exact: Fraction) -> Any:
 
 def _fused(*values: np.float32) -> Any:
     """a * b + c, rounded once."""
-    exact = None
     if all(np.isfinite(value) for value in values):
         a, b, c = (Fraction(float(value)) for value in values)
-        exact = a * b + c
-    if not exact:  # infinite, NaN, or a zero: f64, whose products are exact, knows the sign
-        a, b, c = (np.float64(value) for value in values)
-        return np.float32(a * b + c)
-    return rounded(exact)
+        if exact := a * b + c:
+            return rounded(exact)
+    # Infinite, NaN, or a zero: f64, whose products are exact, knows the sign.
+    x, y, z = (np.float64(value) for value in values)
+    return np.float32(x * y + z)
 
 
 def _larger(a: np.float32, b: np.float32) -> np.float32:

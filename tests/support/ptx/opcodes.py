@@ -398,13 +398,13 @@ def _shfl(context: Context, instruction: Instruction) -> str:
 @emits("redux", "vote", "match")
 def _reduced(context: Context, instruction: Instruction) -> str:
     operations = {
-        ("redux", "sync", "add", "s32"): "kAdd",
-        ("redux", "sync", "min", "u32"): "kMin",
-        ("redux", "sync", "max", "u32"): "kMax",
-        ("vote", "sync", "ballot", "b32"): "kBallot",
-        ("match", "any", "sync", "b32"): "kMatchAny",
+        "redux.sync.add.s32": "kAdd",
+        "redux.sync.min.u32": "kMin",
+        "redux.sync.max.u32": "kMax",
+        "vote.sync.ballot.b32": "kBallot",
+        "match.any.sync.b32": "kMatchAny",
     }
-    operation = operations.get((instruction.opcode, *instruction.modifiers))
+    operation = operations.get(".".join((instruction.opcode, *instruction.modifiers)))
     if operation is None:
         raise Modifiers(instruction).error("unknown meeting")
     target, value, mask = instruction.operands
