@@ -287,19 +287,13 @@ def flashinfers_layer_with_its_identity(rank: int, ep_size: int) -> None:
         layer = layer_of(rank, ep_size, num_experts, wire.dtype, kernel=None)
         x = mine.hidden.to(wire.dtype)
         output = layer(MoEEpTensors(x, mine.ids, mine.weights))
-        everyone = [[None if t is None else x[n] for t in row] for n, row in targets(mine, layer)]
+        table = reference.target_ranks(mine.ids, num_experts, ep_size)
+        everyone = [[None if t is None else x[n] for t in row] for n, row in enumerate(table)]
         sums = [reference.pairwise_tree(rows) for rows in everyone]
         zeros = torch.zeros(HIDDEN)
         wanted = torch.stack([zeros if s is None else s for s in sums] or [zeros])[: len(x)]
         assert torch.equal(output, wanted.to(wire.dtype))
         layer.destroy()
-
-
-def targets(work: Work, layer: Any) -> Any:
-    table = reference.target_ranks(
-        work.ids, layer._fleet_params.num_experts, layer._bootstrap.world_size
-    )
-    return enumerate(table)
 
 
 def layer_of(rank: int, ep_size: int, num_experts: int, dtype: torch.dtype, kernel: object) -> Any:
@@ -611,10 +605,15 @@ class Alone:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
+    """FlashInfer's own backend does not ask for a GPU, which its kernels alone need."""
     ours.install()
     try:
         assert flashinfer.comm.MoeAlltoAll is ours.MoeAlltoAll
-        yield
+        with contextlib.ExitStack() as patches:
+            for module in (nvlink_common, one_sided):
+                patch = mock.patch.object(module, "nvlink_platform_supported", return_value=True)
+                patches.enter_context(patch)
+            yield
     finally:
         ours.uninstall()
     assert flashinfer.comm.MoeAlltoAll is not ours.MoeAlltoAll
@@ -698,12 +697,6 @@ def mask_of(ranks: Sequence[int], ep_size: int) -> torch.Tensor:
     return mask
 
 
-def without_last(work: Work, ep_size: int, num_experts: int) -> Work:
-    """The experts of the last rank are no experts any more."""
-    last, _end, _all = share_of(ep_size - 1, ep_size, num_experts)
-    return dataclasses.replace(work, ids=torch.where(work.ids >= last, -1, work.ids))
-
-
 @case
 def ranks_that_may_leave_cost_extra(rank: int, ep_size: int) -> None:
     """Only where the caller enables masks; such objects have a workspace of their own."""
@@ -733,9 +726,10 @@ def rounds_without_the_last_rank(rank: int, ep_size: int) -> None:
     num_experts, survivors = 2 * ep_size, range(ep_size - 1)
     mask = mask_of(survivors, ep_size)
     work = wires.works(ep_size, num_experts, [3] * ep_size, 8)[rank]
-    wanted = wires.expected(
-        wires.BF16, without_last(work, ep_size, num_experts), ep_size, num_experts
-    )
+    # The experts of the last rank are no experts any more.
+    last, _end, _all = share_of(ep_size - 1, ep_size, num_experts)
+    left = dataclasses.replace(work, ids=torch.where(work.ids >= last, -1, work.ids))
+    wanted = wires.expected(wires.BF16, left, ep_size, num_experts)
     first, end, _ = share_of(rank, ep_size, num_experts)
     payloads = payloads_of(wires.BF16, work)
     params = params_of(wires.BF16, num_experts)
@@ -843,11 +837,7 @@ def low_precision_of_the_drop_in(rank: int, ep_size: int) -> None:
 def flashinfers_own_backend_on_the_drop_in(rank: int, ep_size: int) -> None:
     """Its class nvlink_one_sided, which vLLM 0.33 takes, finds the class that is installed."""
     params = params_of(wires.BF16, 2 * ep_size)
-    # The checks of the platform are for its own kernels.
-    with installed(), contextlib.ExitStack() as patches:
-        for module in (nvlink_common, one_sided):
-            patch = mock.patch.object(module, "nvlink_platform_supported", return_value=True)
-            patches.enter_context(patch)
+    with installed():
         made = create_communication(bootstrap(rank, ep_size), params, "nvlink_one_sided")
         assert type(made.alltoall) is ours.MoeAlltoAll
         everyones = wires.works(ep_size, 2 * ep_size, counts_of(ep_size, 6), 6)
@@ -894,7 +884,7 @@ def statistics_of_experts(rank: int, ep_size: int) -> None:
             assert torch.equal(got.eplb_gathered_stats, wanted)
             made.combine(torch.zeros_like(got.hidden_states))
         dist.barrier()
-    with installed(), contextlib.ExitStack() as patches:
+    with installed():
         subject = drop_in(rank, ep_size, num_experts, eplb_stats_num_experts=7)
         assert (subject.enable_eplb, subject.eplb_gathered_stats) == (True, None)
         for number in range(2):
@@ -905,9 +895,6 @@ def statistics_of_experts(rank: int, ep_size: int) -> None:
             assert [subject.eplb_gathered_stats] == [None]
             drop_in_round(subject, wires.BF16, rank, number, -1)
         subject._reset_workspace()
-        for module in (nvlink_common, one_sided):
-            patch = mock.patch.object(module, "nvlink_platform_supported", return_value=True)
-            patches.enter_context(patch)
         config = NVLinkOneSidedConfig(eplb_stats_num_experts=7)
         made = create_communication(bootstrap(rank, ep_size), params, config)
         got = made.dispatch(rows, ids, weights, eplb_local_stats=stats_of(rank, 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -32,14 +31,9 @@ def install(
 
 def test_the_backend_can_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "0.7.2", has_registry=True)
-    found = inquiry.facts()
-    assert inquiry.from_json(inquiry.to_json(found)) == found
-    text = report.as_text([found], [])
+    text = report.as_text([inquiry.facts()], [])
     assert "FlashInfer: 0.7.2 has flashinfer.moe_ep; import moe_nvlink_plugin.integration" in text
     assert "flashinfer" not in sys.modules
-    software = dataclasses.replace(found.software, frameworks={})
-    without = dataclasses.replace(found, software=software)
-    assert "FlashInfer: " not in report.as_text([without], [])
 
 
 def test_a_release_without_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

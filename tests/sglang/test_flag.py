@@ -13,8 +13,6 @@ pytest.importorskip("sglang.srt", reason="SGLang is not installed here: make sgl
 from moe_nvlink_plugin.integration.sglang.plugin import flag
 from tests.sglang import arguments
 
-FLAGS = ("--moe-a2a-backend", "--speculative-moe-a2a-backend")
-
 
 @pytest.fixture(scope="module")
 def parser(plugin: None) -> argparse.ArgumentParser:
@@ -23,19 +21,6 @@ def parser(plugin: None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser()
     ServerArgs.add_cli_args(made)
     return made
-
-
-@pytest.mark.parametrize("option", FLAGS)
-def test_our_name_is_taken_and_a_bogus_one_is_not(
-    parser: argparse.ArgumentParser, option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    field = option.removeprefix("--").replace("-", "_")
-    chosen = parser.parse_args(["--model-path", "model", option, "moe_nvlink"])
-    assert getattr(chosen, field) == "moe_nvlink"
-    for bogus in ("moe_nvlin", "customized"):
-        with pytest.raises(SystemExit):
-            parser.parse_args(["--model-path", "model", option, bogus])
-        assert f"invalid choice: '{bogus}'" in capsys.readouterr().err
 
 
 def test_sglangs_own_choices_stay(parser: argparse.ArgumentParser) -> None:

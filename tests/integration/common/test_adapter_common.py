@@ -16,7 +16,7 @@ from moe_nvlink_plugin.integration import common
 from moe_nvlink_plugin.integration.common import names, refusals
 from moe_nvlink_plugin.integration.common.agreement import Geometry, Ranks
 from moe_nvlink_plugin.integration.common.experts_input import ExpertsInput
-from moe_nvlink_plugin.integration.common.options import Options, Wording, read
+from moe_nvlink_plugin.integration.common.options import Options, Wording
 from moe_nvlink_plugin.integration.common.pool import ExchangePool, bound_of_step
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.support.ranks import run_processes
@@ -96,12 +96,6 @@ def test_refusals_speak_the_frameworks_words() -> None:
         assert "Toy takes it from the experts of each rank" in told
         assert "let rows travel unquantised and Toy quantise those that arrived" in told
         assert "dispatch: bf16 in toy.yaml" in told
-
-
-def test_options_name_the_place_they_stand_in() -> None:
-    assert read({"dispatch": "bf16"}, WORDING).dispatch == "bf16"
-    with pytest.raises(MoeNvlinkError, match=r"toy\.yaml has no 'dispach'; its keys are dispatch"):
-        read({"dispach": "bf16"}, WORDING)
 
 
 def test_it_names_no_framework() -> None:

@@ -48,7 +48,9 @@ def failures(
 
 
 @pytest.mark.parametrize("architecture", sorted(MODELS))
-def test_checkpoint_has_distinct_experts_and_repeats(tmp_path: Path, architecture: str) -> None:
+def test_checkpoint_has_distinct_experts_repeats_and_is_rounded(
+    tmp_path: Path, architecture: str
+) -> None:
     model = MODELS[architecture]
     tensors = load_file(write_checkpoint(tmp_path / "a", architecture) / "model.safetensors")
     of_experts = f"model.layers.{model.num_layers - 1}.mlp.experts"
@@ -68,18 +70,13 @@ def test_checkpoint_has_distinct_experts_and_repeats(tmp_path: Path, architectur
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     other = write_checkpoint(tmp_path / "c", architecture, seed=1) / "model.safetensors"
     assert other.read_bytes() != (tmp_path / "a" / "model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize("architecture", sorted(MODELS))
-def test_checkpoint_in_bfloat16_rounds_that_in_float32(tmp_path: Path, architecture: str) -> None:
-    model = dataclasses.replace(MODELS[architecture], dtype=torch.bfloat16)
-    wide = load_file(write_checkpoint(tmp_path / "a", architecture) / "model.safetensors")
-    rounded = load_file(write_checkpoint(tmp_path / "b", model) / "model.safetensors")
-    assert rounded.keys() == wide.keys()
+    narrow = dataclasses.replace(model, dtype=torch.bfloat16)
+    assert narrow.config()["torch_dtype"] == "bfloat16"
+    rounded = load_file(write_checkpoint(tmp_path / "d", narrow) / "model.safetensors")
+    assert rounded.keys() == tensors.keys()
     for name, tensor in rounded.items():
         assert tensor.dtype == torch.bfloat16
-        assert torch.equal(tensor, wide[name].to(torch.bfloat16))
-    assert model.config()["torch_dtype"] == "bfloat16"
+        assert torch.equal(tensor, tensors[name].to(torch.bfloat16))
 
 
 def test_verdict_is_good_when_all_is_equal_and_counted() -> None:
@@ -217,37 +214,38 @@ def test_a_client_waits_for_the_first_token() -> None:
     assert asking.cut == 3
 
 
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Restores those of the signals that the demonstration takes."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {one: signal.getsignal(one) for one in numbers}
+    yield
+    for one, handler in before.items():
+        signal.signal(one, handler)
+
+
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_end_the_demo_in_order(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {one: signal.getsignal(one) for one in numbers}
     monkeypatch.setattr(demo, "run", lambda *_: signal.raise_signal(number))
-    try:
-        # As a script's background job has it; and no nohup.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        assert demo.main([]) == demo.EXIT_INTERRUPTED
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+    # As a script's background job has it; and no nohup.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    assert demo.main([]) == demo.EXIT_INTERRUPTED
 
 
+@pytest.mark.usefixtures("handlers")
 def test_the_demo_outlives_a_hangup_under_nohup(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
-    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def run(*_arguments: object) -> list[str]:
         signal.raise_signal(signal.SIGHUP)
         return []
 
     monkeypatch.setattr(demo, "run", run)
-    try:
-        assert demo.main([]) == 0
-    finally:
-        for one, handler in {**before, signal.SIGHUP: hangup}.items():
-            signal.signal(one, handler)
+    assert demo.main([]) == 0
 
 
 # A stand-in for a server: a leader that ignores SIGTERM, a child, and shared memory of the child.

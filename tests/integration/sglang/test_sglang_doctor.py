@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from moe_nvlink_plugin.tools.doctor import inquiry, report
+from moe_nvlink_plugin.tools.doctor import inquiry
 
 VALUE = "moe_nvlink_plugin.integration.sglang:register"
 
@@ -87,16 +85,3 @@ def test_plugins_that_a_user_has_chosen(
 def test_an_installation_that_does_not_load(environment: Environment) -> None:
     environment.has("0.5.23", "moe_nvlink_plugin.integration.nowhere:register")
     assert "cannot load moe_nvlink_plugin.integration.nowhere:register: Module" in _asked().error
-
-
-def test_it_is_in_the_report_and_in_json(environment: Environment) -> None:
-    environment.has("0.5.23", VALUE)
-    found = inquiry.facts()
-    assert inquiry.from_json(inquiry.to_json(found)) == found
-    assert "SGLang: 0.5.23 takes --moe-a2a-backend moe_nvlink" in report.as_text([found], [])
-    as_json = json.loads(report.as_json([found], []))["ranks"][0]["software"]
-    assert as_json["frameworks"]["SGLang"]["text"].startswith("0.5.23 takes")
-    without = dataclasses.replace(found.software, frameworks={})
-    assert "takes --moe-a2a-backend" not in report.as_text(
-        [dataclasses.replace(found, software=without)], []
-    )

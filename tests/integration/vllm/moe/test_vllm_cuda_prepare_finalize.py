@@ -28,6 +28,7 @@ from tests.integration.vllm.moe.vllm_layer import (
     CAPACITY,
     HIDDEN_SIZE,
     LEFT_OPEN,
+    NO_OP,
     NUM_EXPERTS,
     TOP_K,
     Experts,
@@ -73,19 +74,6 @@ def test_the_layer_is_the_dense_one(ep_size: int, left_open: str) -> None:
 # In place.
 
 
-def test_nothing_is_copied(layer: Layer) -> None:
-    hidden, ids, weights = work_of(4, 0)
-    layer(hidden, ids, weights)
-    (call,) = layer.experts.calls
-    region = layer.exchange.combine_input()
-    assert call.output is region
-    assert call.hidden_states.shape == (CAPACITY, HIDDEN_SIZE)
-    # The same memory as the views of another dispatch of this exchange.
-    received = layer.exchange.dispatch(hidden, ids, weights)
-    assert call.hidden_states.data_ptr() == received.hidden_states.data_ptr()
-    layer.exchange.combine(region, received.metadata)
-
-
 def _handed_out(group: Any) -> None:
     layer = Layer(group)
     exchange, taken = layer.exchange, list[Dispatched]()
@@ -106,8 +94,11 @@ def _handed_out(group: Any) -> None:
     assert layer.expert_map is not None
     assert bool((layer.expert_map[call.ids_then[~mine].long()] == -1).all())
     assert not call.weights_then[~mine].any()
-    # As dispatch wrote them, where it wrote them.
+    # As dispatch wrote them, where it wrote them; and the output where combine reads it.
+    assert call.output is exchange.combine_input()
+    assert call.hidden_states.shape == (CAPACITY * group.size, HIDDEN_SIZE)
     for handed, buffer in (
+        (call.hidden_states, received.hidden_states),
         (call.topk_ids, received.topk_ids),
         (call.topk_weights, received.topk_weights),
     ):
@@ -137,16 +128,16 @@ def test_no_expert_map_although_there_are_other_ranks() -> None:
 
 
 def test_the_region_is_handed_out_only_where_it_fits(layer: Layer) -> None:
-    no_op, subject = topk_weight_and_reduce.TopKWeightAndReduceNoOP(), layer.subject
+    subject = layer.subject
     hidden, ids, weights = work_of(2, 0)
     here, shape = torch.device("cpu"), (CAPACITY, HIDDEN_SIZE)
     ask = subject.allocate_fused_expert_output
-    assert ask(shape, torch.float32, here, no_op) is None  # outside a round
+    assert ask(shape, torch.float32, here, NO_OP) is None  # outside a round
     layer.kernel.impl._prepare(hidden, weights, ids, NUM_EXPERTS, None, False)
-    assert ask(shape, torch.float32, here, no_op) is layer.exchange.combine_input()
-    assert ask((*shape, 1), torch.float32, here, no_op) is None
-    assert ask(shape, torch.bfloat16, here, no_op) is None
-    assert ask(shape, torch.float32, torch.device("meta"), no_op) is None
+    assert ask(shape, torch.float32, here, NO_OP) is layer.exchange.combine_input()
+    assert ask((*shape, 1), torch.float32, here, NO_OP) is None
+    assert ask(shape, torch.bfloat16, here, NO_OP) is None
+    assert ask(shape, torch.float32, torch.device("meta"), NO_OP) is None
     for other in ("Delegate", "Contiguous"):
         assert ask(shape, torch.float32, here, LEFT_OPEN[other]()) is None
 
@@ -164,8 +155,7 @@ def test_output_may_be_the_experts_output(layer: Layer) -> None:
         topk_weights=sent_weights,
         expert_map=None,
     )
-    no_op = topk_weight_and_reduce.TopKWeightAndReduceNoOP()
-    layer.subject.finalize(output, output, sent_weights, sent_ids, False, no_op)
+    layer.subject.finalize(output, output, sent_weights, sent_ids, False, NO_OP)
     torch.testing.assert_close(output, dense(*work), rtol=1e-5, atol=1e-5)
 
 
@@ -199,20 +189,10 @@ def test_without_sizes_the_whole_buffer_is_handed_out(
     assert [call.hidden_states.shape[0] for call in layer.experts.calls] == [CAPACITY] * 2
 
 
-def test_padding_rows_are_not_sent(layer: Layer, in_context: Callable[..., None]) -> None:
-    hidden, _, weights = work_of(4, 0)
-    ids = torch.tensor([[0, 1, 2]] * 4, dtype=torch.int32)
-    in_context(is_padding=torch.tensor([False, False, True, True]))
-    got = layer(hidden, ids, weights)
-    torch.testing.assert_close(got[:2], dense(hidden, ids, weights)[:2], rtol=1e-5, atol=1e-5)
-    assert not got[2:].any()
-    assert layer.exchange.stats().destinations == 2
-    assert ids.min() == 0  # the router's own tensor is left alone
-
-
 @pytest.mark.parametrize(
     ("batch", "filled", "sent"),
     [
+        (4, 2, (2,)),
         (8, 6, (4, 2)),  # a graph's size
         (8, 3, (3, 0)),
         (7, 7, (4, 3)),  # vLLM adds a row, so that both have as many
@@ -222,7 +202,7 @@ def test_padding_rows_are_not_sent(layer: Layer, in_context: Callable[..., None]
         (1, 0, (0, 0)),
     ],
 )
-def test_padding_rows_of_a_slice_are_not_sent(
+def test_padding_rows_are_not_sent(
     batch: int,
     filled: int,
     sent: tuple[int, int],
@@ -231,14 +211,15 @@ def test_padding_rows_of_a_slice_are_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each of two tensor-parallel ranks dispatches the rows of its slice that are tokens."""
-    share = -(-batch // 2)
+    slices = len(sent)
+    share = -(-batch // slices)
     is_padding = torch.arange(batch) >= filled
     before = 0
     for rank, rows in enumerate(sent):
         monkeypatch.setattr(
             cuda_prepare_finalize, "get_tensor_model_parallel_rank", functools.partial(int, rank)
         )
-        in_context([batch], is_padding, slices=2)
+        in_context([batch] if slices > 1 else None, is_padding, slices)
         hidden, _, weights = work_of(share, rank)
         ids = torch.tensor([[0, 1, 2]] * share, dtype=torch.int32)
         got = layer(hidden, ids, weights)
@@ -248,6 +229,7 @@ def test_padding_rows_of_a_slice_are_not_sent(
         now = layer.exchange.stats().destinations
         assert now - before == rows
         before = now
+        assert ids.min() == 0  # the router's own tensor is left alone
 
 
 def test_a_mask_of_other_rows_is_not_used(layer: Layer, in_context: Callable[..., None]) -> None:

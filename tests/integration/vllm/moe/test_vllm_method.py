@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,19 +23,14 @@ from moe_nvlink_plugin.integration.vllm.moe.method import MoeNvlinkFusedMoEMetho
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.integration.vllm.moe import vllm_experts
 from tests.integration.vllm.moe.vllm_experts import NUM_EXPERTS, TOP_K, Weights, tokens
-from tests.support.ranks import run_processes
 
 EP_SIZE = 2
 
 
-def loaded(group: ThreadGroup, weights: Weights) -> Any:
+def loaded(group: ThreadGroup, weights: Weights, dtype: torch.dtype = torch.float32) -> Any:
     """The rank's layer, once vLLM has loaded it."""
     vllm_experts.join(group)
-    layer = vllm_experts.make_layer(group.rank, group.size)
-    layerwise.record_metadata_for_reloading(layer)
-    weights.load(layer)
-    layer.quant_method.process_weights_after_loading(layer)
-    return layer
+    return vllm_experts.loaded(group.rank, group.size, weights, dtype)
 
 
 @pytest.mark.usefixtures("cpu_ranks")
@@ -64,7 +58,11 @@ def test_weights_that_are_reloaded_are_packed_again() -> None:
     before, after = Weights(0), Weights(1)
 
     def rank_main(group: ThreadGroup) -> None:
-        layer = loaded(group, before)
+        vllm_experts.join(group)
+        layer = vllm_experts.make_layer(group.rank, group.size)
+        layerwise.record_metadata_for_reloading(layer)
+        before.load(layer)
+        layer.quant_method.process_weights_after_loading(layer)
         vllm_experts.check_rows(layer, group.rank, before)
         method, memory = layer.quant_method, layer.w13_weight.data_ptr()
         layerwise.initialize_layerwise_reload(layer)
@@ -107,10 +105,7 @@ def test_each_choice_is_computed_once(dtype: torch.dtype, cpu_ranks: list[torch.
     mine = [tokens(5 - 2 * rank, rank, dtype) for rank in range(EP_SIZE)]
 
     def rank_main(group: ThreadGroup) -> torch.Tensor:
-        vllm_experts.join(group)
-        return vllm_experts.run(
-            vllm_experts.loaded(group.rank, EP_SIZE, weights, dtype), *mine[group.rank]
-        )
+        return vllm_experts.run(loaded(group, weights, dtype), *mine[group.rank])
 
     for outputs, work in zip(run_ranks(EP_SIZE, rank_main), mine, strict=True):
         assert outputs.dtype == dtype
@@ -131,10 +126,7 @@ def test_choices_that_a_router_marked_are_not_computed(cpu_ranks: list[torch.Ten
     weights = Weights(0)
 
     def rank_main(group: ThreadGroup) -> torch.Tensor:
-        vllm_experts.join(group)
-        return vllm_experts.run(
-            vllm_experts.loaded(group.rank, EP_SIZE, weights), hidden, ids, router
-        )
+        return vllm_experts.run(loaded(group, weights), hidden, ids, router)
 
     for outputs in run_ranks(EP_SIZE, rank_main):
         torch.testing.assert_close(outputs, weights.dense(hidden, ids.clamp(min=0), expected))
@@ -208,14 +200,21 @@ def with_scales(rank: int) -> Any:
     )
 
 
-def rank_main(rank: int, ep_size: int) -> None:
-    layer = with_scales(rank)
-    share_scales(layer, lambda: dist.group.WORLD)
-    assert layer.w13_input_scale.tolist() == [1.0, 1.0]  # the largest divisor
-    assert layer.w13_input_global_scale.tolist() == [[3.0, 3.0]]  # the smallest factor
-    assert layer.w2_input_scale.tolist() == [1.0 + rank]  # of what never leaves its rank
-    share_scales(SimpleNamespace(w13_input_scale=None), pytest.fail)
+def test_ranks_share_their_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an all-reduce over the group, which threads stand for here."""
+    kinds: dict[Any, Any] = {dist.ReduceOp.MAX: torch.amax, dist.ReduceOp.MIN: torch.amin}
 
+    def all_reduce(value: torch.Tensor, op: Any, group: ThreadGroup) -> None:
+        value.copy_(kinds[op](torch.stack(group.all_gather_object(value.clone())), 0))
 
-def test_ranks_share_their_scales(tmp_path: Path) -> None:
-    run_processes(2, rank_main, tmp_path)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+
+    def rank_main(group: ThreadGroup) -> None:
+        layer = with_scales(group.rank)
+        share_scales(layer, lambda: group)
+        assert layer.w13_input_scale.tolist() == [1.0, 1.0]  # the largest divisor
+        assert layer.w13_input_global_scale.tolist() == [[3.0, 3.0]]  # the smallest factor
+        assert layer.w2_input_scale.tolist() == [1.0 + group.rank]  # of what never leaves its rank
+        share_scales(SimpleNamespace(w13_input_scale=None), pytest.fail)
+
+    run_ranks(EP_SIZE, rank_main)

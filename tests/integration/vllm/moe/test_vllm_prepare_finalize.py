@@ -16,7 +16,6 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
-from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
 
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import ExchangeStateError, UnsupportedError
@@ -34,6 +33,8 @@ from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.integration.vllm.moe.vllm_layer import (
     CAPACITY,
     GEOMETRY,
+    LEFT_OPEN,
+    NO_OP,
     NUM_EXPERTS,
     TOP_K,
     Experts,
@@ -49,7 +50,6 @@ from tests.integration.vllm.moe.vllm_layer import (
 )
 
 ROUNDS = 20
-NO_OP = topk_weight_and_reduce.TopKWeightAndReduceNoOP()
 
 #: One rank's input of one call: rows, ids and weights.
 Work = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -165,9 +165,7 @@ def test_experts_that_leave_the_reduction_open_are_refused(one_rank: MoeAllToAll
     subject = CpuPrepareAndFinalize(one_rank, None)
     subject.post_init_setup(Experts())
     with pytest.raises(UnsupportedError, match="TopKWeightAndReduceDelegate"):
-        subject.post_init_setup(
-            Experts(left_open=topk_weight_and_reduce.TopKWeightAndReduceDelegate())
-        )
+        subject.post_init_setup(Experts(left_open=LEFT_OPEN["Delegate"]()))
 
 
 def test_one_prepare_serves_one_finalize(one_rank: MoeAllToAll) -> None:
@@ -313,6 +311,7 @@ def test_a_wrong_bit_is_counted_and_logged_once(
     count = float(spoilt["audit_faults"][0])
     assert f'moe_nvlink_audit_faults_total{{ep_rank="1",source="0"}} {count}' in text
     assert 'moe_nvlink_audit_faults_total{ep_rank="0",source="0"} 0.0' in text
+    assert f'moe_nvlink_audited_total{{ep_rank="1",source="0"}} {count}' in text
 
 
 def test_ragged_and_empty_batches_without_an_audit(folder: Path) -> None:

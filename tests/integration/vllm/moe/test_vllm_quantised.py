@@ -54,7 +54,7 @@ from tests.integration.vllm.moe.vllm_layer import (
     CAPACITY,
     GEOMETRY,
     HIDDEN_SIZE,
-    LEFT_OPEN,
+    NO_OP,
     NUM_EXPERTS,
     TOP_K,
     Experts,
@@ -344,31 +344,6 @@ def test_one_dynamic_scale_of_what_arrived(dispatch: str, monkeypatch: pytest.Mo
             layer.exchange._layer.channel(0)._views[2].fill_(math.inf)
 
 
-def _int8_layer(group: Any) -> float:
-    """Largest error of experts that take int8 rows with a scale each, with nothing chosen."""
-    config = vllm_config.int8_w8a8_moe_quant_config(ONE, ONE, None, None, per_act_token_quant=True)
-
-    def floats_of(rows: torch.Tensor, scales: Any) -> torch.Tensor:
-        assert rows.dtype == torch.int8
-        floats: torch.Tensor = rows.float() * scales
-        return floats
-
-    hidden, ids, weights = work_of(CAPACITY - group.rank, group.rank)
-    rows = floats_of(*_int8_rows(A=hidden))
-    with Layer(group, experts=Experts(config, floats_of)) as layer:
-        return worst_of(layer(hidden, ids, weights), dense(rows, ids, weights))
-
-
-def _int8_rows(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = (given["A"].abs().amax(1, keepdim=True) / 127.0).clamp(min=1e-10)
-    return (given["A"] / scales).round().to(torch.int8), scales
-
-
-def test_int8_rows_of_what_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts_input, "moe_kernel_quantize_input", _int8_rows)
-    assert max(run_ranks(2, _int8_layer)) < 1e-5
-
-
 # A recipe that a user names.
 
 
@@ -465,9 +440,8 @@ def _on_cpu(
     floats = experts.floats_of(rows, scales)
     global_ids = local_ids + subject._first
     output = torch.empty_like(hidden)
-    no_op = LEFT_OPEN["NoOP"]()
     made = dense(floats, global_ids, sent_weights)
-    subject.finalize(output, made, sent_weights, local_ids, False, no_op)
+    subject.finalize(output, made, sent_weights, local_ids, False, NO_OP)
     exchange.close()
     scale = GLOBAL_SCALES.get(recipe.name) if chosen.restored_to is None else torch.ones(1)
     return worst_of(output, dense(restored(recipe, hidden, scale), ids, weights)), rows.dtype

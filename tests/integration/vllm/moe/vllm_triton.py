@@ -62,22 +62,21 @@ W1 = _draw(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN_SIZE)
 W2 = _draw(NUM_EXPERTS, HIDDEN_SIZE, INTERMEDIATE)
 
 
-def _by_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _fp8(
+    weights: torch.Tensor, tall: int | None = None, wide: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 with a scale for each block of so many rows and columns; None: all that a weight has."""
     experts, rows, columns = weights.shape
-    blocks = weights.view(experts, rows // 128, 128, columns // 128, 128)
+    tall, wide = tall or rows, wide or columns
+    blocks = weights.view(experts, rows // tall, tall, columns // wide, wide)
     scales = blocks.abs().amax((2, 4)) / E4M3_MAX
-    rows_of = (blocks / scales[:, :, None, :, None]).view_as(weights)
-    return rows_of.to(torch.float8_e4m3fn), scales
-
-
-def _by_channel(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = weights.abs().amax(2, keepdim=True) / E4M3_MAX
-    return (weights / scales).to(torch.float8_e4m3fn), scales
+    scaled = (blocks / scales[:, :, None, :, None]).view_as(weights)
+    return scaled.to(torch.float8_e4m3fn), scales
 
 
 def _by_tensor(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = weights.abs().amax((1, 2)) / E4M3_MAX
-    return (weights / scales[:, None, None]).to(torch.float8_e4m3fn), scales
+    rows, scales = _fp8(weights)
+    return rows, scales.flatten()
 
 
 def _by_channel_int8(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,12 +134,12 @@ def _as_they_are(weights: torch.Tensor) -> tuple[torch.Tensor, None]:
 SCHEMES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any, Any], Any], str | None]] = {
     "unquantised": (_as_they_are, lambda _a, _b: vllm_config.FUSED_MOE_UNQUANTIZED_CONFIG, None),
     "fp8 by blocks": (
-        _by_blocks,
+        lambda weights: _fp8(weights, 128, 128),
         lambda a, b: vllm_config.fp8_w8a8_moe_quant_config(a, b, block_shape=[128, 128]),
         "fp8_block",
     ),
     "fp8 by token": (
-        _by_channel,
+        lambda weights: _fp8(weights, 1),
         lambda a, b: vllm_config.fp8_w8a8_moe_quant_config(
             a, b, per_act_token_quant=True, per_out_ch_quant=True
         ),
