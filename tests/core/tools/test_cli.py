@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_nvlink_plugin.tools import cli, top
+from moe_nvlink_plugin.tools import cli, ranks, top
 from moe_nvlink_plugin.version import own_version
 from tests.core.exchange.test_waits import serving
 from tests.support.programs import ROOT, python
@@ -86,12 +86,6 @@ def test_top_without_standard_output(
     assert "does not answer" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9/ä", "http://a..b:8000"])
-def test_top_refuses_what_no_request_can_hold(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["top", "--once", url]) == 1
-    assert f"{url!r} is no URL of a server" in capsys.readouterr().err
-
-
 def test_top_asks_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr("urllib.request._opener", None)  # it has read the variable already
@@ -110,10 +104,47 @@ def test_numbers_that_python_refuses(capsys: pytest.CaptureFixture[str]) -> None
     assert len(told) < 500
 
 
-def test_json_says_nothing_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["doctor", "--json", "--memory", "a=1"])
-    assert "argument --memory: not allowed with argument --json" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ("verify --device cuda", 1, "--device cuda: torch sees no GPU; ask moe-nvlink doctor why"),
+        ("verify --output /nowhere/a.json", 1, "--output /nowhere/a.json cannot be written"),
+        ("verify --output /tmp", 1, "--output /tmp cannot be written: Is a directory\n"),
+        ("verify --device cpu --top-k 40", 1, "top_k=40 must be an integer from 1 to 32"),
+        ("verify --device cpu --max-tokens 99999999999", 1, "=99999999999 must be an integer from"),
+        ("verify --ranks 129", 1, "--ranks 129 is more than the 128 of an exchange"),
+        ("verify --hidden-size 0", 2, "'0' is not a number of at least 1"),
+        ("verify --timeout never", 2, "'never' is not a number of seconds"),
+        ("tune --device cuda", 1, "--device cuda: torch sees no GPU; ask moe-nvlink doctor why"),
+        ("tune --dtype int8", 2, "argument --dtype: invalid choice: 'int8'"),
+        ("tune --budget 0", 2, "'0' is not a number of seconds from 0.1 to 3600"),
+        ("watch", 2, "the following arguments are required: URL"),
+        ("watch --restart ' http://a", 2, "is no command: No closing quotation"),
+        ("watch --restart= http://a", 2, "names no command; leave the option out"),
+        ("watch --patience 0 http://a", 2, "is not a number of seconds"),
+        ("top --once http://127.0.0.1:9/ä", 1, "'http://127.0.0.1:9/ä' is no URL of a server"),
+        ("top --once http://a..b:8000", 1, "'http://a..b:8000' is no URL of a server"),
+        ("doctor --json --memory a=1", 2, "argument --memory: not allowed with argument --json"),
+        ("dump-source meet", 2, "--arch"),
+        ("dump-source meet --arch sm_80", 2, "argument --arch: invalid choice: 'sm_80'"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    arguments: str,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before a rank starts."""
+    monkeypatch.delattr(ranks, "run")
+    try:
+        found: object = cli.main(arguments.split())
+    except SystemExit as ended:
+        found = ended.code
+    told = capsys.readouterr()
+    assert (found, told.out) == (code, "")
+    assert said in told.err
 
 
 def test_a_distribution_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import os
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ import torch
 
 from moe_nvlink_plugin import driver, env
 from moe_nvlink_plugin.errors import CompileError, ConfigError, PeerError, TransportError
+from moe_nvlink_plugin.integration.demo.server import free_port
 from moe_nvlink_plugin.jit import host, nvrtc
 from moe_nvlink_plugin.launch.kernel import Variant
 from moe_nvlink_plugin.tools import cli, doctor, precompile
@@ -370,7 +370,6 @@ def with_cpu(found: Facts | None = None, **changes: Any) -> Facts:
     ("changes", "expected"),
     [
         ({"torch_cuda": ""}, "torch 2.13.0 is a build without CUDA; install torch's CUDA build"),
-        ({"torch_error": "OSError: libfoo"}, "torch cannot be imported (OSError: libfoo)"),
         ({"numpy_error": "Numpy is not available: pip install numpy"}, "Numpy is not available"),
         ({"transports": {"host": False}}, "no transport that serves GPUs"),
         ({"plugin_error": "a plugin fails"}, "a plugin fails"),
@@ -575,14 +574,6 @@ def test_a_tuning_file_that_no_layer_will_take(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(inquiry, "probe", lambda _rank: Gpus(unavailable="no driver"))
     (bad,) = inquiry.facts().bad_variables
     assert "'/none.json' (MOE_NVLINK_TUNING) cannot be read" in bad
-
-
-def test_cpu_ranks_need_no_gpu() -> None:
-    found = good(Gpus(unavailable="no driver"))
-    assert str(doctor.judge_cpu_ranks([found])) == "CPU ranks: will work"
-    assert str(doctor.judge_gpu_ranks([found])) == "GPU ranks: will not work: no driver"
-    found = with_cpu(kernels=Found(error="no host compiler"))
-    assert str(doctor.judge_cpu_ranks([found])) == "CPU ranks: will not work: no host compiler"
 
 
 # ---- several ranks
@@ -890,12 +881,6 @@ def start_rank(rank: int, size: int, port: int, **variables: str) -> subprocess.
     )
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
-
-
 def test_ranks_of_a_launcher_report_together(library: Path) -> None:
     # For such GPUs it compiles nothing.
     variables = fake_cuda.environment(library, devices=2, shared_uuid=1, capability="8.0")
@@ -948,7 +933,7 @@ def test_a_compiler_that_is_no_command(
 
 
 def test_a_rank_that_never_comes() -> None:
-    process = start_rank(0, 2, free_port(), MOE_NVLINK_TIMEOUT_S="3")
+    process = start_rank(0, 2, free_port(), MOE_NVLINK_TIMEOUT_S="1")
     out, _log = process.communicate(timeout=600)
     assert process.returncode == 1
     for line in out.splitlines()[-2:]:

@@ -95,14 +95,6 @@ def test_refusals(arguments: str, refusal: str, capsys: pytest.CaptureFixture[st
     assert printed.err.startswith(refusal)
 
 
-def test_no_architecture(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["meet"], ["meet", "--arch", "sm_80"]):
-        with pytest.raises(SystemExit) as caught:
-            cli.main(["dump-source", *arguments])
-        assert caught.value.code == 2
-        assert "--arch" in capsys.readouterr().err
-
-
 # ---- what folded makes of texts that kernels/ does not have, or not yet
 
 

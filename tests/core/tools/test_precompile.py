@@ -234,8 +234,8 @@ def test_geometries_that_share_a_build_compile_it_once(
 def test_several_processes(
     gpu_compiler: Any, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(folder, "--arch", "sm_90a", "sm_120a", "--geometry", "top_k=2", "--jobs", "2") == 0
-    assert len(list(folder.glob("*.cubin"))) == 10
+    assert run(folder, "--arch", "sm_90a", "sm_120a", "--geometry", "lm_head", "--jobs", "2") == 0
+    assert len(list(folder.glob("*.cubin"))) == 6
     assert "2 of 2" in capsys.readouterr().out
 
 
@@ -342,12 +342,12 @@ def test_one_failure_leaves_the_others(
         return really(text, architecture, **options)
 
     monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
-    assert run(folder, "--arch", "sm_90a", "sm_100a", "--geometry", "top_k=2") == 1
+    assert run(folder, "--arch", "sm_90a", "sm_100a", "--geometry", "lm_head") == 1
     out = capsys.readouterr().out
-    assert re.search(r"FAILED sm_90a +top_k=2,dtype=bf16: ", out)
+    assert re.search(r"FAILED sm_90a +lm_head,dtype=bf16: ", out)
     assert str(error) in out
     assert "1 of 2" in out
-    assert len(list(folder.glob("*.cubin"))) == 5
+    assert len(list(folder.glob("*.cubin"))) == 3
 
 
 def test_a_directory_that_is_only_readable(
@@ -371,7 +371,7 @@ def test_without_a_directory_it_is_the_users(
     monkeypatch.delenv("MOE_NVLINK_CACHE_DIR", raising=False)
     monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: str(tmp_path / name))
     monkeypatch.setattr(precompile, "load_host_libraries", lambda: None)
-    arguments = ["--arch", "sm_90a", "--geometry", "top_k=1", "--jobs", "1"]
+    arguments = ["--arch", "sm_90a", "--geometry", "lm_head", "--jobs", "1"]
     assert cli.main(["precompile", *arguments]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(f"in {tmp_path / 'moe_nvlink'}, which is where")

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,8 @@ import pytest
 import torch
 
 from moe_nvlink_plugin.groups import Group
-from moe_nvlink_plugin.tools import cli, ranks
+from moe_nvlink_plugin.integration.demo.server import free_port
+from moe_nvlink_plugin.tools import ranks
 from tests.support.programs import python
 
 #: Small enough for a busy machine.
@@ -60,10 +60,7 @@ def test_quick_under_torchrun() -> None:
 @pytest.mark.long
 def test_ranks_that_were_told_different_things() -> None:
     """As two shells of one launch might: each starts a rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
             [*COMMAND, "--quick", *FEW, "--max-tokens", tokens],
@@ -175,45 +172,6 @@ def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
     assert "in run" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--device", "cuda"), "--device cuda: torch sees no GPU; ask moe-nvlink doctor why"),
-        (("--output", "/nowhere/report.json"), "--output /nowhere/report.json cannot be written"),
-        (("--top-k", "40"), "top_k=40"),
-        (("--ranks", "129"), "--ranks 129 is more than the 128 of an exchange"),
-        (("--hidden-size", "0"), "'0' is not a number of at least 1"),
-        (("--timeout", "never"), "'never' is not a number of seconds"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
-)
-def test_what_cannot_be_is_refused(arguments: tuple[str, ...], said: str) -> None:
-    done = run("--quick", *arguments)
-    assert done.returncode in (1, 2)
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
-        ("--top-k", "40", "top_k=40 must be an integer from 1 to 32"),
-        ("--max-tokens", "99999999999", "max_tokens_per_rank=99999999999 must be an integer"),
-        ("--ranks", "129", "--ranks 129 is more than the 128 of an exchange"),
-    ],
-)
-def test_no_rank_starts_for_a_layer_that_cannot_be(
-    option: str,
-    value: str,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.delattr(ranks, "run")
-    assert cli.main(["verify", "--device", "cpu", option, value]) == 1
-    assert capsys.readouterr().err.startswith(said)
-
-
 def umlaut(group: Group, _device: torch.device) -> int:
     ranks.voice(group.rank)("ä")
     return int(signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)
@@ -242,13 +200,6 @@ def run_one(output: Path, **options: Any) -> subprocess.CompletedProcess[str]:
         check=False,
         **options,
     )
-
-
-def test_a_directory_is_refused_before_the_checks(tmp_path: Path) -> None:
-    done = run_one(tmp_path, stdout=subprocess.PIPE)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr == f"--output {tmp_path} cannot be written: Is a directory\n"
 
 
 def test_a_full_disk_is_named() -> None:

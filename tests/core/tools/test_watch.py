@@ -511,23 +511,6 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     made.assert_called_with(["http://a"], options)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "the following arguments are required: URL"),
-        (["--restart", "'", "http://a"], "is no command: No closing quotation"),
-        (["--restart", " ", "http://a"], "names no command; leave the option out"),
-        (["--patience", "0", "http://a"], "is not a number of seconds"),
-    ],
-)
-def test_the_shell_says_what_is_wrong(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["watch", *arguments])
-    assert said in capsys.readouterr().err
-
-
 def test_help_says_whose_servers_and_how_they_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
