@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from benchmarks import bench_deaths
-from benchmarks.reporting import tables
-from benchmarks.reporting.files import Result
 from moe_nvlink_plugin.verify import cases, compare
 
 
@@ -48,24 +46,6 @@ def test_a_wrong_bit_is_no_round() -> None:
     wrong.view(torch.int16)[2, 3] ^= 1
     with pytest.raises(AssertionError, match="rank 1, step 7: combined"):
         rank._check(case, inputs, mock.Mock(combined=wrong))
-
-
-def test_the_table() -> None:
-    rows = [{"place": 1, "back_s": 2.5, "renewal_ms": 40.0}] * 2
-    rows.append({"place": 0, "back_s": 4.0, "renewal_ms": 90.0})
-    options = vars(bench_deaths.Options(3, 6, 4, 16, 1024, 2, 0))
-    machine = {"cpu": "a CPU", "cores": 2, "date": "2031-01-02", "commit": "0"}
-    told = {
-        "options": options,
-        "machine": machine,
-        "measured_s": 61.4,
-        "rounds": 12345,
-        "rows": rows,
-    }
-    table = tables.deaths(Result(Path("deaths"), told))
-    assert "for 61 s" in table
-    for cell in ("| 3 |", "| 12,345 |", "| 2.50 |", "| 4.00 |", "| 40 |", "| 90 |"):
-        assert cell in table
 
 
 @pytest.mark.parametrize(

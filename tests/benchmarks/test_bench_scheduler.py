@@ -17,8 +17,8 @@ from benchmarks.serving import measure, steps_plugin, streams
 SMALL = ["--rates", "3", "9", "--seconds", "2", "--rounds", "2"]
 
 
-def step(*running: int, evicted: Sequence[int] = (), known: int = 0) -> dict[str, Any]:
-    return {"running": [*running], "evicted": [*evicted], "known": known, "kv_share": 0.5}
+def step(*running: int, evicted: Sequence[int] = ()) -> dict[str, Any]:
+    return {"running": [*running], "evicted": [*evicted], "known": 0, "kv_share": 0.5}
 
 
 def answer(first_s: float, *gaps_s: float) -> streams.Answer:

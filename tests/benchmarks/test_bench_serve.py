@@ -253,26 +253,8 @@ def test_counters_must_show_the_exchange(
         assert problem in str(refused.value)
 
 
+CACHE = "--kv-cache-memory-bytes"
 BOTH_OF_2 = ("--data-parallel-size=2", "--tensor-parallel-size=2")
-
-
-@pytest.mark.parametrize(
-    ("backend", "num_ranks", "flags", "absent"),
-    [
-        ("moe_nvlink", 2, {"--max-num-seqs=17", "--enable-expert-parallel"}, "--tensor"),
-        ("gloo_ag_rs", 4, {"--max-num-seqs=9", "--data-parallel-size=4"}, "--tensor"),
-        ("moe_nvlink_tp2", 4, {"--max-num-seqs=17", *BOTH_OF_2}, "--distributed-executor"),
-        ("tensor_parallel", 2, {"--max-num-seqs=33", "--tensor-parallel-size=2"}, "--data"),
-        ("one_rank", 1, {"--max-num-seqs=33", f"--kv-cache-memory-bytes={256 << 20}"}, "--data"),
-    ],
-)
-def test_the_flags_of_a_server(backend: str, num_ranks: int, flags: set[str], absent: str) -> None:
-    found = servers.arguments_of(backend, num_ranks, 33, "bfloat16")
-    assert flags | {"--dtype=bfloat16", "--enforce-eager"} <= set(found)
-    assert not any(flag.startswith(absent) for flag in found)
-    # Tensor-parallel ranks cannot be one process.
-    has_one_process = any("UniProcExecutor" in flag for flag in found)
-    assert has_one_process == (backend not in ("tensor_parallel", "moe_nvlink_tp2"))
 
 
 def test_ranks_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,33 +263,39 @@ def test_ranks_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "num_ranks", "ep_size", "dp_size", "has_plugins"),
+    ("backend", "ranks", "places", "flags", "absent"),
     [
-        ("moe_nvlink", 4, 4, 4, True),
-        ("moe_nvlink_tp2", 4, 4, 2, True),
-        ("gloo_ag_rs", 4, 4, 4, True),
-        ("tensor_parallel", 4, 1, 1, False),
-        ("one_rank", 1, 1, 1, False),
+        ("moe_nvlink", 2, (2, 2, 2), {"--max-num-seqs=17", "--enable-expert-parallel"}, "--tensor"),
+        ("gloo_ag_rs", 4, (4, 4, 4), {"--max-num-seqs=9", "--data-parallel-size=4"}, "--tensor"),
+        ("moe_nvlink_tp2", 4, (4, 4, 2), {"--max-num-seqs=17", *BOTH_OF_2}, "--distributed-exec"),
+        ("tensor_parallel", 2, (2, 1, 1), {"--max-num-seqs=33", BOTH_OF_2[1]}, "--data"),
+        ("one_rank", 4, (1, 1, 1), {"--max-num-seqs=33", f"{CACHE}={256 << 20}"}, "--data"),
     ],
 )
 def test_how_a_server_is_started(
     backend: str,
-    num_ranks: int,
-    ep_size: int,
-    dp_size: int,
-    has_plugins: bool,
+    ranks: int,
+    places: tuple[int, int, int],
+    flags: set[str],
+    absent: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """`places`: num_ranks, ep_size and dp_size."""
     started = mock.Mock()
     monkeypatch.setattr(servers, "VllmServer", started)
-    made = servers.ExpertParallelServer(backend, tmp_path, tmp_path, 8, 4)
-    assert (made.num_ranks, made.ep_size, made.dp_size) == (num_ranks, ep_size, dp_size)
+    made = servers.ExpertParallelServer(backend, tmp_path, tmp_path, 33, ranks, "bfloat16")
+    assert (made.num_ranks, made.ep_size, made.dp_size) == places
     given = started.call_args.kwargs
     assert "PYTHONSAFEPATH" not in given["environment"]
-    assert given["with_plugins"] is has_plugins
-    assert given["environment"]["OMP_NUM_THREADS"] == str(servers.threads_of(num_ranks))
-    assert given["arguments"] == servers.arguments_of(backend, num_ranks, 8, "float32")
+    assert given["with_plugins"] is (backend in ("moe_nvlink", "moe_nvlink_tp2", "gloo_ag_rs"))
+    assert given["environment"]["OMP_NUM_THREADS"] == str(servers.threads_of(made.num_ranks))
+    found = given["arguments"]
+    assert flags | {"--dtype=bfloat16", "--enforce-eager"} <= set(found)
+    assert not any(flag.startswith(absent) for flag in found)
+    # Tensor-parallel ranks cannot be one process.
+    has_one_process = any("UniProcExecutor" in flag for flag in found)
+    assert has_one_process == (backend not in ("tensor_parallel", "moe_nvlink_tp2"))
 
 
 def titled(title: str) -> subprocess.Popen[bytes]:
@@ -403,15 +391,9 @@ def test_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed[-1] == "| memory of each rank (PSS), GiB | 1.50, 1.00 | 1.50, 1.00 |  |"
 
 
-#: As a size has it: layers, hidden size, experts, top_k.
-OF_SIZES = {"demo": (3, 128, 16, 4), "0.2B": (4, 1024, 32, 8), "1.7B": (4, 2048, 64, 8)}
-
-
-@pytest.mark.parametrize("size", OF_SIZES)
+@pytest.mark.parametrize("size", sizes.SIZES)
 def test_the_options_of_a_size(size: str) -> None:
     options = bench_serve.options_of(bench_serve.parser().parse_args(["--size", size]))
-    found = (options.layers, options.hidden_size, options.num_experts, options.top_k)
-    assert found == OF_SIZES[size]
     assert options.model == sizes.SIZES[size]
     assert sizes.name_of(options.model) == size
     given = bench_serve.parser().parse_args(["--layers", "2"])

@@ -85,7 +85,6 @@ class Engine:
         options: Mapping[str, Any] | None = None,
         fault: str = "",
         limit_s: float = 75.0,
-        program: Sequence[str] = PROGRAM,
     ) -> None:
         self.name, self.shares, self.graphs = name, shares, graphs
         # Inductor's command lines take no folder with a space.
@@ -109,11 +108,9 @@ class Engine:
                 limit_s=limit_s,
                 answers=str(self.folder / f"answers{rank}.json"),
             )
-            self._ranks.append(self._start(rank, size, port, task, program))
+            self._ranks.append(self._start(rank, size, port, task))
 
-    def _start(
-        self, rank: int, size: int, port: int, task: Task, program: Sequence[str]
-    ) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, size: int, port: int, task: Task) -> subprocess.Popen[bytes]:
         path = self.folder / f"task{rank}.json"
         path.write_text(json.dumps(dataclasses.asdict(task)), "utf-8")
         variables = {**os.environ, **ENVIRONMENT}
@@ -134,7 +131,7 @@ class Engine:
             )
         with self._log(rank).open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, *program, str(path)],
+                [sys.executable, *PROGRAM, str(path)],
                 cwd=ROOT,
                 env=variables,
                 stdout=log,
