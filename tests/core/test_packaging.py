@@ -11,7 +11,7 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -192,7 +192,3 @@ def test_sglang_finds_us() -> None:
 def test_command_line_is_installed() -> None:
     (found,) = metadata.entry_points(group="console_scripts", name="moe-nvlink")
     assert callable(found.load())
-
-
-def test_kernel_sources_are_found_where_the_package_is_installed() -> None:
-    assert (resources.files(f"{PACKAGE}.kernels") / "include/moe_nvlink/args.h").is_file()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
+import sys
 from pathlib import Path
 
 import pluggy
@@ -18,6 +19,10 @@ from moe_nvlink_plugin.plugins import builtin as builtin_plugins
 from moe_nvlink_plugin.plugins import hookspecs
 from moe_nvlink_plugin.transport.host import HostTransport
 from tests.support.programs import python
+
+CONFIG = AllToAllConfig(
+    ep_size=1, ep_rank=0, num_experts=1, top_k=1, hidden_size=32, max_tokens_per_rank=1
+)
 
 #: What a stranger ships: a recipe that sends int8 with one fp32 scale per 32 and leaves quantising
 #: to the caller; one that quantises, to 3-bit codes of which ten fill an int32, with an fp16 scale
@@ -242,36 +247,33 @@ def test_a_third_party_quantiser(tmp_path: Path) -> None:
     assert Path(loaded) == library, "it is named after all that it was compiled from"
 
 
-def test_a_name_that_is_taken(tmp_path: Path) -> None:
-    clash = STRANGER.replace('"int8x32"', '"bf16"').replace('"noting"', '"host"')
-    install(tmp_path, "stranger", clash)
-    code = """
-import torch
-from moe_nvlink_plugin import AllToAllConfig, plugins
-from moe_nvlink_plugin.errors import ConfigError
-from moe_nvlink_plugin.exchange.kernels import LAYER
-config = AllToAllConfig(ep_size=1, ep_rank=0, num_experts=1, top_k=1, hidden_size=32,
-                        max_tokens_per_rank=1)
-for find in (lambda: plugins.find_recipe(config),
-             lambda: plugins.find_transport(None, torch.device("cpu"))):
+def with_a_stranger(
+    folder: Path, code: str, monkeypatch: pytest.MonkeyPatch
+) -> pluggy.PluginManager:
+    """A manager of a process that has this package, too."""
+    install(folder, "stranger", code)
+    monkeypatch.syspath_prepend(str(folder))
     try:
-        find()
-    except ConfigError as error:
-        print(error)
-"""
-    done = run(tmp_path, code)
-    assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
-    assert "two plugins provide the recipe 'bf16'" in first
-    assert "two plugins provide the transport 'host'" in second
+        return plugins.manager.__wrapped__()
+    finally:
+        sys.modules.pop("stranger", None)
 
 
-def test_a_hook_we_do_not_have_is_refused(tmp_path: Path) -> None:
+def test_a_name_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clash = STRANGER.replace('"int8x32"', '"bf16"').replace('"noting"', '"host"')
+    manager = with_a_stranger(tmp_path, clash, monkeypatch)
+    monkeypatch.setattr(plugins.registry, "manager", lambda: manager)
+    with pytest.raises(ConfigError, match="two plugins provide the recipe 'bf16'"):
+        plugins.find_recipe(CONFIG)
+    with pytest.raises(ConfigError, match="two plugins provide the transport 'host'"):
+        plugins.find_transport(None, torch.device("cpu"))
+
+
+def test_a_hook_we_do_not_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rather than never called."""
-    install(tmp_path, "stranger", STRANGER.replace("moe_nvlink_recipes", "moe_nvlink_recipies"))
-    done = run(tmp_path, "from moe_nvlink_plugin import plugins; plugins.manager()")
-    assert done.returncode != 0
-    assert "moe_nvlink_recipies" in done.stderr
+    typo = STRANGER.replace("moe_nvlink_recipes", "moe_nvlink_recipies")
+    with pytest.raises(pluggy.PluginValidationError, match="moe_nvlink_recipies"):
+        with_a_stranger(tmp_path, typo, monkeypatch)
 
 
 def test_ours_come_through_the_same_hooks() -> None:
@@ -288,10 +290,7 @@ def test_without_ours_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = pluggy.PluginManager(hookspecs.PROJECT)
     empty.add_hookspecs(hookspecs)
     monkeypatch.setattr(plugins.registry, "manager", lambda: empty)
-    config = AllToAllConfig(
-        ep_size=1, ep_rank=0, num_experts=1, top_k=1, hidden_size=8, max_tokens_per_rank=1
-    )
     with pytest.raises(ConfigError, match="recipe='bf16' is unknown"):
-        plugins.find_recipe(config)
+        plugins.find_recipe(CONFIG)
     with pytest.raises(ConfigError, match="transport='host' is unknown"):
         plugins.find_transport("host", torch.device("cpu"))

@@ -208,15 +208,11 @@ def with_a_page_of_zeros(data: bytes) -> bytes:
     [
         lambda data: b"",
         lambda data: data[:100],
-        lambda data: data[: len(data) // 2],
         lambda data: data[:-1],
         lambda data: data[:-32],
-        lambda data: bytes(len(data)),
-        lambda data: b"hello\n",
         with_a_page_of_zeros,
-        lambda data: data.replace(b"which", b"where"),
     ],
-    ids=["0", "100", "half", "a byte", "no seal", "zeros", "text", "a page", "another library"],
+    ids=["0", "100", "a byte", "no seal", "a page"],
 )
 def test_a_damaged_library_is_built_anew(
     folder: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture

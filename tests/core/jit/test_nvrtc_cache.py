@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from moe_nvlink_plugin import driver
-from moe_nvlink_plugin.errors import CompileError, ConfigError, UnsupportedError
+from moe_nvlink_plugin.errors import CompileError, UnsupportedError
 from moe_nvlink_plugin.exchange.kernels import DISPATCH, LAYER
 from moe_nvlink_plugin.jit import cache, header, nvrtc
 from moe_nvlink_plugin.launch import machine_code
@@ -100,8 +100,10 @@ def test_what_the_key_is_made_of(
 
 
 def test_geometries_have_kernels_of_their_own(folder: Path) -> None:
-    cubins = {cubin_of(2, dtype, pdl=pdl) for dtype in header.elements() for pdl in (False, True)}
-    assert len(cubins) == len(list(folder.glob("*.cubin"))) == 6
+    kinds = [(dtype, pdl) for dtype in header.elements() for pdl in (False, True)]
+    assert len({build_of(2, dtype, pdl=pdl).text() for dtype, pdl in kinds}) == 6
+    assert cubin_of(2) != cubin_of(2, "fp16", pdl=False)
+    assert len(list(folder.glob("*.cubin"))) == 2
     assert nvrtc.is_cached(build_of(2).text(), "sm_90a")
     assert not nvrtc.is_cached(build_of(3).text(), "sm_90a")
 
@@ -149,13 +151,7 @@ def test_a_source_that_cannot_be_written(folder: Path, monkeypatch: pytest.Monke
     assert names_lines_of(source, nvrtc.load_or_compile(SMALL, "sm_90a"))
 
 
-def test_neither_lines_nor_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOE_NVLINK_LINEINFO", "yes")
-    with pytest.raises(ConfigError, match="MOE_NVLINK_LINEINFO='yes' must be 0 or 1; unset it for"):
-        nvrtc.is_cached(SMALL, "sm_90a")
-
-
-# What lies in the cache may be damaged: by a full disk, a bad copy into an image, a bad disk.
+# What lies in the cache may be damaged: test_cache.py has the ways that the checksum tells.
 
 
 def flip_a_bit(data: bytes) -> bytes:
@@ -172,16 +168,11 @@ def of_another_machine(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda data: b"",
-        lambda data: b"not ELF",
         lambda data: cache._sealed(b"not ELF"),
-        lambda data: data[:100],
-        lambda data: data[:-1],
-        lambda data: data[:-32],
         flip_a_bit,
         of_another_machine,
     ],
-    ids=["empty", "text", "sealed text", "short", "one byte", "no seal", "a bit", "x86"],
+    ids=["sealed text", "a bit", "x86"],
 )
 def test_a_damaged_file_is_compiled_anew(
     gpu_compiler: Any,

@@ -133,8 +133,10 @@ def test_an_exchange_that_is_there_goes_on() -> None:
     run_ranks(2, check)
 
 
-@pytest.mark.parametrize("level", ["quick", "full"])
-@pytest.mark.parametrize("recipe", [None, "fp8_block", "nvfp4"])
+@pytest.mark.parametrize(
+    ("recipe", "level"),
+    [(None, "quick"), ("fp8_block", "quick"), ("nvfp4", "quick"), (None, "full")],
+)
 def test_while_a_framework_builds_its_model(recipe: str | None, level: str) -> None:
     """SGLang then has the model's type and the device of its weights as torch's defaults."""
     (group,) = ThreadGroup.ranks(1)
@@ -198,32 +200,23 @@ def test_it_has_the_verbs_of_a_layer_that_leaves_sms(
     assert {call.args[0] for call in begun.call_args_list} == ({0, 1} if leaving else set())
 
 
-def test_a_file_on_one_rank_alone_is_named(tmp_path: Path) -> None:
-    def one(group: ThreadGroup) -> None:
-        path = str(tmp_path / "tuned.json") if group.rank else ""
-        body(group, tuning=path, num_threads=1)
-
-    for outcome in try_ranks(2, one):
-        assert isinstance(outcome, DisagreementError)
-        assert "tuning: rank 0 has none, rank 1 has given" in str(outcome)
-
-
 @pytest.mark.parametrize(
-    ("field", "given", "usual"),
+    ("field", "given", "said"),
     [
-        ("level", "off", "quick"),
-        ("level", "thorough", "quick"),
-        ("recipe", "fp8_block", "None"),
-        ("small_tokens", 8, "None"),
+        ("level", "off", "rank 0 has quick, rank 1 has off"),
+        ("level", "thorough", "rank 0 has quick, rank 1 has thorough"),
+        ("recipe", "fp8_block", "rank 0 has None, rank 1 has fp8_block"),
+        ("small_tokens", 8, "rank 0 has None, rank 1 has 8"),
+        ("tuning", "tuned.json", "rank 0 has none, rank 1 has given"),
     ],
 )
-def test_what_one_rank_alone_was_told_is_named(field: str, given: Any, usual: str) -> None:
+def test_what_one_rank_alone_was_told_is_named(field: str, given: Any, said: str) -> None:
     def one(group: ThreadGroup) -> None:
         body(group, **({field: given} if group.rank else {}))
 
     for outcome in try_ranks(2, one):
         assert isinstance(outcome, DisagreementError)
-        assert f"{field}: rank 0 has {usual}, rank 1 has {given}" in str(outcome)
+        assert f"{field}: {said}" in str(outcome)
 
 
 @pytest.mark.parametrize("error", [ValueError, TypeError, MemoryError, OSError, IndexError])
