@@ -1,9 +1,9 @@
 """Every kind of kernel for GPUs compiles with the oldest NVRTC that pyproject.toml allows, and with
 this environment's, which is the newest in a new environment. Compiled, not run.
 
-In each run the oldest compiles a kernel of each family; what this environment's compiles then,
-other tests look into (test_sass.py) and execute (tests/ptx). Behind the marker `long`, both compile
-all kinds for the oldest architecture and the newest.
+In each run the oldest compiles a kernel of every third family; what this environment's compiles
+then, other tests look into (test_sass.py) and execute (tests/ptx). Behind the marker `long`, both
+compile all kinds for the oldest architecture and the newest.
 every_nvrtc.py compiles for all architectures, with every release.
 """
 
