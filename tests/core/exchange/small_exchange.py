@@ -1,4 +1,4 @@
-"""A small exchange, good inputs for it, and torch.library.opcheck of its op dispatch."""
+"""A small exchange, good and bad inputs for it, and torch.library.opcheck of its op dispatch."""
 
 from __future__ import annotations
 
@@ -70,6 +70,13 @@ def round_of(layer: MoeAllToAll, **inputs: Any) -> torch.Tensor:
 def assert_still_works(layer: MoeAllToAll, inputs: dict[str, Any] | None = None) -> None:
     given = good() if inputs is None else inputs
     assert torch.equal(round_of(layer, **given), given["hidden_states"])
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as FSDP leaves it between two layers: it has a shape, its storage has no bytes."""
+    left = tensor.clone()
+    left.untyped_storage().resize_(0)
+    return left
 
 
 def opcheck_dispatch(exchange: MoeAllToAll, arguments: tuple[Any, ...]) -> None:

@@ -20,6 +20,7 @@ from tests.core.exchange.small_exchange import (
     alone,
     assert_still_works,
     config,
+    freed,
     good,
     plain,
 )
@@ -34,61 +35,33 @@ TENSORS = {
 }
 
 BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
-    "hidden width": (
-        {"hidden_states": torch.randn(3, HIDDEN + 1)},
-        r"hidden_states has shape \[3, 9\], expected \[3, 8\]",
-    ),
+    **{
+        f"{name} {wrong}": ({name: bad}, f"{name} {said}")
+        for name, good in TENSORS.items()
+        for wrong, bad, said in (
+            ("shape", torch.cat([good] * 2, -1), rf"has shape .*, expected \{[*good.shape]}"),
+            ("dtype", good.double(), f"has dtype torch.float64, expected {good.dtype}"),
+            ("strides", torch.stack([good] * 2, -1)[..., 0], r"is not contiguous \(strides .*\);"),
+            ("device", good.to("meta"), "is on meta, this exchange works on cpu"),
+        )
+        if wrong != "strides" or len(good) > 1
+    },
     "hidden rank": ({"hidden_states": torch.randn(3)}, r"hidden_states has shape \[3\]"),
     "hidden scalar": ({"hidden_states": torch.tensor(1.0)}, r"hidden_states has shape \[\]"),
-    "hidden dtype": (
-        {"hidden_states": torch.randn(3, HIDDEN).bfloat16()},
-        "hidden_states has dtype torch.bfloat16, expected torch.float32",
-    ),
-    "hidden strides": (
-        {"hidden_states": torch.randn(HIDDEN, 3).T},
-        r"hidden_states is not contiguous \(strides \[1, 3\]\); call .contiguous",
-    ),
-    **{
-        f"{name} with gaps": ({name: torch.cat([good] * 2, -1)[..., ::2]}, f"{name} is not contig")
-        for name, good in TENSORS.items()
-        if name != "active_ranks"
-    },
-    **{
-        f"{name} elsewhere": ({name: good.to("meta")}, f"{name} is on meta, this .* works on cpu")
-        for name, good in TENSORS.items()
-    },
-    "bound of another type": ({"max_tokens": 3.0}, "max_tokens=3.0 is a float, it must be an int"),
-    "too many tokens": (good(CAPACITY + 1), "5 tokens exceed max_tokens_per_rank=4"),
     "ids of fewer tokens": (
-        {"topk_ids": torch.zeros(2, TOP_K, dtype=torch.int32)},
+        {"topk_ids": TENSORS["topk_ids"][1:]},
         r"topk_ids has shape \[2, 2\], expected \[3, 2\]",
     ),
-    "ids top_k": ({"topk_ids": torch.zeros(3, 1, dtype=torch.int32)}, r"expected \[3, 2\]"),
-    "ids dtype": (
-        {"topk_ids": torch.zeros(3, TOP_K)},
-        "topk_ids has dtype torch.float32, expected torch.int32 or torch.int64",
-    ),
-    "weights dtype": (
-        {"topk_weights": torch.rand(3, TOP_K).half()},
-        "topk_weights has dtype torch.float16",
-    ),
-    "weights shape": ({"topk_weights": torch.rand(3, 3)}, r"topk_weights has shape \[3, 3\]"),
-    "padding tokens": (
-        {"is_padding": torch.zeros(2, dtype=torch.bool)},
-        r"is_padding has shape \[2\], expected \[3\]",
-    ),
-    "padding dtype": (
-        {"is_padding": torch.zeros(3, dtype=torch.int32)},
-        "is_padding has dtype torch.int32, expected torch.bool",
-    ),
-    "mask of two words": (
-        {"active_ranks": torch.ones(2, dtype=torch.int64)},
-        r"active_ranks has shape \[2\], expected \[1\]",
-    ),
-    "mask dtype": (
-        {"active_ranks": torch.ones(1, dtype=torch.bool)},
-        "active_ranks has dtype torch.bool, expected torch.int64",
-    ),
+    "bound of another type": ({"max_tokens": 3.0}, "max_tokens=3.0 is a float, it must be an int"),
+    **{
+        f"bound {bound}": (
+            {"max_tokens": bound},
+            f"max_tokens={bound} is not between 1 and max_tokens_per_rank=4; pass",
+        )
+        for bound in (0, -1, CAPACITY + 1)
+    },
+    "too many tokens": (good(CAPACITY + 1), "5 tokens exceed max_tokens_per_rank=4"),
+    "more tokens than the bound": ({"max_tokens": 2}, "3 tokens exceed max_tokens=2 of this call;"),
     "mask without oneself": (
         {"active_ranks": torch.zeros(1, dtype=torch.int64)},
         r"active_ranks names ranks \[\] of 0 to 0, but this is rank 0; a rank that dispatches",
@@ -179,13 +152,6 @@ def test_combine_writes_to_no_workspace(verb: str, layer: MoeAllToAll) -> None:
     assert torch.equal(layer.combine(rows, received.metadata), inputs["hidden_states"])
 
 
-def without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as FSDP leaves it between two layers: it has a shape, its storage has no bytes."""
-    left = tensor.clone()
-    left.untyped_storage().resize_(0)
-    return left
-
-
 def test_a_tensor_without_rows_needs_no_memory(layer: MoeAllToAll) -> None:
     received = layer.dispatch(**good(0))
     assert layer.combine(received.hidden_states, received.metadata).shape == (0, HIDDEN)
@@ -248,7 +214,7 @@ NO_ROWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     ),
     "sparse rows": (torch.Tensor.to_sparse_csr, "has layout torch.sparse_csr"),
     "mkldnn": (torch.Tensor.to_mkldnn, "has layout torch._mkldnn"),
-    "freed": (without_memory, "of shape .* has no memory: its storage was"),
+    "freed": (freed, "of shape .* has no memory: its storage was"),
     "gradient": (torch.Tensor.requires_grad_, "requires a gradient, .*inference_mode"),
 }
 quiet = pytest.mark.filterwarnings("ignore:.*nested tensors|Sparse.*in beta state:UserWarning")
@@ -456,14 +422,6 @@ def test_slots_outside_the_buffers_are_no_rows(layer: MoeAllToAll) -> None:
     slots = torch.tensor([[-5, 10**6], [2**31 - 1, -(2**31)], [CAPACITY, -1]], dtype=torch.int32)
     combined = layer.combine(received.hidden_states, with_slots(received, slots))
     assert not bool(combined.any())
-
-
-def test_combine_input_of_another_type(layer: MoeAllToAll) -> None:
-    with pytest.raises(InputError, match=r"torch.float16 was asked for, combine reduces torch.fl"):
-        layer.combine_input(torch.float16)
-    assert layer.combine_input(torch.float32).dtype is torch.float32
-    with pytest.raises(InputError, match="channel=2"):
-        layer.combine_input(channel=2)
 
 
 @pytest.mark.parametrize(

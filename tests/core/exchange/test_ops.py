@@ -13,14 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, rank_mask
 from moe_nvlink_plugin.config import local_expert_range
 from moe_nvlink_plugin.errors import ExchangeStateError, InputError
 from moe_nvlink_plugin.exchange import ops
+from moe_nvlink_plugin.exchange.channel import Channel
+from moe_nvlink_plugin.exchange.layer import LayerExchange
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs
 from tests.core.exchange import small_exchange
 from tests.core.exchange.small_exchange import opcheck_dispatch
@@ -133,15 +135,8 @@ class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class Functions(TorchFunctionMode):
-    """Sees calls of torch's functions and ops, and changes nothing."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def test_ops_run_where_somebody_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An eager verb that nobody sees takes the short way, and returns the same."""
+    """An eager verb that nobody sees (test_ordinary.py) takes a short way to the same."""
     called = mock.Mock()
     for name in ("dispatch", "combine"):
         called.attach_mock(mock.Mock(side_effect=getattr(ops, name)), name)
@@ -170,15 +165,8 @@ def test_ops_run_where_somebody_sees_them(monkeypatch: pytest.MonkeyPatch) -> No
         by_subclass, _ = verbs(torch.nn.Parameter(hidden, requires_grad=False))
         with torch.no_grad():
             unrecorded, _ = verbs(hidden.clone().requires_grad_())
-        with Functions():
-            by_function_mode, _ = verbs(hidden)
         by_negative, negated = verbs(torch._neg_view(-hidden))
-        # Where a transform cannot take an op, it says so; the kernel must not see its tensors.
-        with pytest.raises(RuntimeError):
-            torch.func.functionalize(lambda rows: exchange.dispatch(rows, ids, weights))(hidden)
-        by_transform = names()
-    assert by_function_mode == ["dispatch", "combine"]
-    assert by_negative[0] == by_transform[0] == "dispatch"
+    assert by_negative[0] == "dispatch"
     assert torch.equal(negated, expected)
     assert (nobody, unrecorded) == ([], [])
     assert by_mode == by_profiler == seen.names == ["dispatch", "combine"]
@@ -315,20 +303,6 @@ def check_compiled(
     assert counter.frame_count == graphs
 
 
-def test_memory_for_the_experts_within_a_graph(plain_layer: MoeAllToAll) -> None:
-    """A whole graph may ask for combine_input() itself."""
-    hidden, ids, weights = inputs(7)
-
-    def layer(hidden: torch.Tensor) -> torch.Tensor:
-        received = plain_layer.dispatch(hidden, ids, weights)
-        rows = plain_layer.combine_input(metadata=received.metadata)
-        return plain_layer.combine(rows.copy_(received.hidden_states * 2), received.metadata)
-
-    expected = layer(hidden)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(hidden), expected)
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("num_tokens", [7, 1, 0])
 def test_metadata_that_leaves_compiled_code(
@@ -407,6 +381,94 @@ def test_compiled_with_shared_experts(plain_layer: MoeAllToAll, in_place: bool) 
     hidden, ids, weights = inputs(7)
     expected = hidden * 2.0 * 2.5 + torch.relu(hidden @ shared)
     torch.testing.assert_close(layer(hidden, ids, weights), expected)
+
+
+# Inductor must not take the receive buffers for memory of its own, and keeps no copy of rows.
+
+
+@pytest.fixture
+def uncached() -> Iterator[MoeAllToAll]:
+    """Code compiled before must not answer for what is compiled now."""
+    torch._dynamo.reset()
+    uncached = torch.compiler.config.patch(force_disable_caches=True)  # type: ignore[attr-defined]
+    with alone(extra_payload_bytes=(24 * 4,)) as exchange, uncached:
+        yield exchange
+
+
+def test_received_rows_are_not_overwritten(uncached: MoeAllToAll) -> None:
+    """All that arrived is dead after one pointwise use of its shape: it invites an in-place one."""
+
+    def double(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        received = uncached.dispatch(hidden, ids, weights, [hidden])
+        rows = received.hidden_states * 2.0 + received.extra_payloads[0]
+        return uncached.combine(rows, received.metadata)
+
+    hidden, ids, weights = inputs(5)
+    kept = uncached.dispatch(hidden, ids, weights, [hidden])
+    uncached.combine(kept.hidden_states, kept.metadata)
+    torch.compile(double, fullgraph=True)(hidden + 1.0, ids, weights)
+    # `kept` looks at the same buffers, which hold what the compiled dispatch received.
+    assert torch.equal(kept.hidden_states[:5], hidden + 1.0)
+    assert torch.equal(kept.extra_payloads[0][:5], hidden + 1.0)
+
+
+_seen: list[tuple[int, int]] = []
+
+
+@torch.library.custom_op("moe_nvlink_tests::experts", mutates_args={"out"})
+def experts(hidden: torch.Tensor, out: torch.Tensor) -> None:
+    """Experts that Inductor cannot fuse, which say where they read and write."""
+    _seen.append((hidden.data_ptr(), out.data_ptr()))
+    torch.mul(hidden, 2.0, out=out)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["new output", "output given"])
+def test_no_row_is_copied(
+    uncached: MoeAllToAll, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts read where the peers have written; combine reads where experts wrote, and returns."""
+
+    def block(
+        hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, output: torch.Tensor | None
+    ) -> torch.Tensor:
+        received = uncached.dispatch(hidden, ids, weights, [hidden])
+        rows = uncached.combine_input(metadata=received.metadata)
+        experts(received.hidden_states, rows)
+        return uncached.combine(rows, received.metadata, output=output)
+
+    def uncopied(_channel: Channel, _rows: torch.Tensor) -> None:
+        raise AssertionError("combine copies the experts' rows")
+
+    results: list[int] = []
+    combine = LayerExchange.combine
+
+    def noted(self: LayerExchange, *arguments: Any) -> torch.Tensor:
+        result = combine(self, *arguments)
+        results.append(result.data_ptr())
+        return result
+
+    hidden, ids, weights = inputs(5)
+    output = torch.empty_like(hidden) if given else None
+    kept = uncached.dispatch(hidden, ids, weights, [hidden])
+    places = (kept.hidden_states.data_ptr(), uncached.combine_input().data_ptr())
+    uncached.combine(kept.hidden_states, kept.metadata)
+    monkeypatch.setattr(Channel, "_copy_rows", uncopied)
+    monkeypatch.setattr(LayerExchange, "combine", noted)
+    _seen.clear()
+    compiled = torch.compile(block, fullgraph=True)
+    with torch.no_grad():
+        found, (code,) = run_and_get_code(compiled, hidden, ids, weights, output)
+        again = compiled(hidden, ids, weights, output)
+    torch.testing.assert_close(found, 2.0 * hidden)
+    torch.testing.assert_close(again, 2.0 * hidden)
+    assert _seen == [places] * 2
+    assert results == [found.data_ptr(), again.data_ptr()]
+    if output is not None:
+        assert found.data_ptr() == again.data_ptr() == output.data_ptr()
+    assert "moe_nvlink.combine" in code
+    # Without a kernel of its own, nor a copy by torch, no call of this code moves a row.
+    for mover in ("copy_", "clone", "cpp_fused", "empty_strided_cpu(("):
+        assert mover not in code, code
 
 
 # Two ranks.

@@ -26,6 +26,7 @@ from tests.core.exchange.small_exchange import (
     TOP_K,
     alone,
     assert_still_works,
+    freed,
     good,
     plain,
 )
@@ -45,12 +46,6 @@ class Subclass(torch.Tensor):
 
 def resized(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone().resize_(tensor.shape[0], tensor.shape[1] * 2)
-
-
-def freed(tensor: torch.Tensor) -> torch.Tensor:
-    found = tensor.clone()
-    found.untyped_storage().resize_(0)
-    return found
 
 
 def put_elsewhere(tensor: torch.Tensor) -> torch.Tensor:

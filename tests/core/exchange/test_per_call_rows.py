@@ -197,8 +197,10 @@ def test_a_type_that_create_did_not_load(alone: MoeAllToAll) -> None:
         InputError, match="has dtype torch.float16, expected torch.bfloat16 or torch.float32"
     ):
         alone.combine(rows, received.metadata)
-    with pytest.raises(InputError, match="name it in combine_dtypes"):
+    with pytest.raises(InputError, match=r"of torch.float16 was asked for, .*name it in combine"):
         alone.combine_input(torch.float16)
+    with pytest.raises(InputError, match="channel=1"):
+        alone.combine_input(channel=1)
     alone.combine(alone.combine_input(torch.float32), received.metadata)
 
 
@@ -277,8 +279,6 @@ def test_extra_payloads_that_change_from_call_to_call(ep_size: int, small_tokens
 def test_extra_payloads_without_room(alone: MoeAllToAll) -> None:
     hidden, ids, weights = inputs_of(alone, 2)
     for sent, words in (
-        ([torch.zeros(2)] * 3, "3 extra payloads given, the configuration has room for 2"),
-        ([torch.zeros(2, 3)], r"extra_payloads\[0\] has rows of 12 bytes, not 1 to 8"),
         ([torch.zeros(2), torch.zeros(2, 5, dtype=torch.uint8)], r"\[1\] has rows of 5 bytes"),
         ([torch.zeros(2, 0)], r"\[0\] has rows of 0 bytes"),
     ):

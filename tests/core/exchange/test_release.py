@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.errors import (
@@ -38,6 +37,8 @@ from tests.support.ranks import run_threads
 
 PLACES = (0, 1)
 CASE = Case(name="release", tokens=(5, 7), num_experts=6, top_k=3, timeout_s=20.0)
+#: Of the one round of most tests.
+MASKED, INPUTS = at_stage(CASE, 0, 0, PLACES)
 
 
 def shared_mappings(layer: MoeAllToAll) -> int:
@@ -132,7 +133,7 @@ def test_the_memory_comes_back_over_the_group_of_then() -> None:
 def test_released_layers_are_closed() -> None:
     def body(group: ThreadGroup) -> None:
         layer = MoeAllToAll.create(CASE.config(group.rank), group)
-        cases.run_round(layer, at_stage(CASE, 0, 0, PLACES)[1][group.rank])
+        cases.run_round(layer, INPUTS[group.rank])
         layer.release()
         layer.close()
         assert layer.stats().rounds == 1
@@ -141,32 +142,27 @@ def test_released_layers_are_closed() -> None:
     run_ranks(2, body)
 
 
-def test_an_open_round_is_named_on_all_ranks() -> None:
-    """Also if its verb runs beside its caller. Nothing has changed: the round goes on."""
+def check_rounds_of(body: Callable[[ThreadGroup], Seen]) -> None:
+    seen = run_ranks(2, body)
+    check_round(MASKED, INPUTS, dict(enumerate(seen)))
 
-    def body(group: ThreadGroup) -> torch.Tensor:
-        inputs = at_stage(CASE, 0, 0, PLACES)[1][group.rank]
+
+def test_what_is_refused_changes_nothing() -> None:
+    """An open round, also if its verb runs beside its caller; and ranks that call other things."""
+
+    def body(group: ThreadGroup) -> Seen:
         with MoeAllToAll.create(CASE.config(group.rank), group) as layer:
-            received = cases.dispatch(layer, inputs)
+            received = cases.dispatch(layer, INPUTS[group.rank])
             assert "between a dispatch and its combine" in refused(layer.release)
             combining = layer.combine_async(layer.combine_input().zero_(), received.metadata)
             assert "wait() for a verb" in refused(layer.release)
-            return combining.wait()
-
-    for combined in run_ranks(2, body):
-        assert not combined.any()
-
-
-def test_who_calls_something_else_is_named() -> None:
-    def body(group: ThreadGroup) -> Seen:
-        with MoeAllToAll.create(CASE.config(group.rank), group) as layer:
+            assert not combining.wait().any()
             other = (layer.release, lambda: layer.renew(group, PLACES))[group.rank]
             with pytest.raises(DisagreementError, match="rank 0 has release, rank 1 has renew"):
                 other()
-            return cases.run_round(layer, at_stage(CASE, 0, 0, PLACES)[1][group.rank])
+            return cases.run_round(layer, INPUTS[group.rank])
 
-    seen = run_ranks(2, body)
-    check_round(*at_stage(CASE, 0, 0, PLACES), dict(enumerate(seen)))
+    check_rounds_of(body)
 
 
 def test_without_a_rank_that_has_died() -> None:
@@ -204,7 +200,7 @@ def test_memory_that_cannot_be_unmapped(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(HostMemory, "release", unmap)
 
     def body(group: ThreadGroup) -> Seen:
-        inputs = at_stage(CASE, 0, 0, PLACES)[1][group.rank]
+        inputs = INPUTS[group.rank]
         with MoeAllToAll.create(CASE.config(group.rank), group) as layer:
             fails.once = group.rank == 1
             kind = (PeerError, TransportError)[group.rank]
@@ -220,8 +216,7 @@ def test_memory_that_cannot_be_unmapped(monkeypatch: pytest.MonkeyPatch) -> None
             layer.renew(group, PLACES)
             return cases.run_round(layer, inputs)
 
-    seen = run_ranks(2, body)
-    check_round(*at_stage(CASE, 0, 0, PLACES), dict(enumerate(seen)))
+    check_rounds_of(body)
 
 
 def test_memory_of_another_kind_is_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,10 +227,9 @@ def test_memory_of_another_kind_is_not_released(monkeypatch: pytest.MonkeyPatch)
         with MoeAllToAll.create(CASE.config(group.rank), group) as layer:
             with pytest.raises(UnsupportedError, match="memory of HostMemory cannot be released"):
                 layer.release()
-            return cases.run_round(layer, at_stage(CASE, 0, 0, PLACES)[1][group.rank])
+            return cases.run_round(layer, INPUTS[group.rank])
 
-    seen = run_ranks(2, body)
-    check_round(*at_stage(CASE, 0, 0, PLACES), dict(enumerate(seen)))
+    check_rounds_of(body)
 
 
 def beside() -> list[str]:
@@ -258,7 +252,7 @@ def test_a_renewal_waits_for_what_a_dropped_layer_has_started(
     case = dataclasses.replace(CASE, timeout_s=2.0)
 
     def body(group: ThreadGroup) -> Seen:
-        inputs = at_stage(case, 0, 0, PLACES)[1][group.rank]
+        inputs = INPUTS[group.rank]
         kept = MoeAllToAll.create(case.config(group.rank), group)
         dropped = MoeAllToAll.create(case.config(group.rank), group, share_with=kept)
         if group.rank == 0:
@@ -272,5 +266,4 @@ def test_a_renewal_waits_for_what_a_dropped_layer_has_started(
         with kept:
             return cases.run_round(kept, inputs)
 
-    seen = run_ranks(2, body)
-    check_round(*at_stage(case, 0, 0, PLACES), dict(enumerate(seen)))
+    check_rounds_of(body)

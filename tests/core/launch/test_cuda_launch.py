@@ -28,7 +28,6 @@ from moe_nvlink_plugin import AllToAllConfig, MoeAllToAll, driver, rank_mask
 from moe_nvlink_plugin.choices import Choices
 from moe_nvlink_plugin.errors import (
     CompileError,
-    ConfigError,
     DriverError,
     ExchangeStateError,
     ExchangeTimeoutError,
@@ -378,18 +377,6 @@ def test_a_channel_leaves_room_for_the_others(driven: Driven) -> None:
         assert pdl == 0, "a kernel that starts early behind this one would take the other half"
 
 
-def more_channels_than_sms() -> str:
-    with pytest.raises(ConfigError) as caught:
-        alone(num_channels=5)
-    return str(caught.value)
-
-
-def test_more_channels_than_sms(driven: Driven) -> None:
-    message = driven(more_channels_than_sms, sms=4)
-    assert "1 rank(s) of the group on one GPU, 5 channel(s) each" in message
-    assert "need an SM each, 5 together, and the GPU has 4; lower num_channels" in message
-
-
 # Kernels of third parties that are loaded beside ours.
 
 
@@ -482,15 +469,6 @@ def test_ranks_share_their_gpu(
         names = [name for name, *_rest in seen]
         assert names == ["moe_nvlink_dispatch", "moe_nvlink_combine"]
         assert [(grid[0], pdl) for _name, grid, _block, pdl, *_rest in seen] == [(sms_each, 0)] * 2
-
-
-def test_ranks_on_gpus_of_their_own_share_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for seen in on_one_gpu(tmp_path, monkeypatch, shared_uuid=0):
-        for name, grid, _block, pdl, *_rest in seen:
-            assert grid[0] > 20, f"{name}: several CTAs on each of 20 SMs"
-            assert pdl == 1
 
 
 def test_more_ranks_than_sms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

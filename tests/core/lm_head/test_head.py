@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -31,7 +30,6 @@ from moe_nvlink_plugin.memory.layout import REGION_ALIGNMENT
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.core.exchange import small_exchange
 from tests.support import kernel_texts
-from tests.support.ranks import run_processes
 from tests.support.small_head import (
     CAPACITY,
     VOCAB,
@@ -542,21 +540,3 @@ def test_the_readmes_example() -> None:
 
     for rank, tokens in enumerate(run_ranks(4, rank_main)):
         assert torch.equal(tokens, ids_of(mine, one, rank))
-
-
-def of_a_process(rank: int, size: int) -> tuple[bool, HeadStats]:
-    """Rounds of both verbs with a torch ProcessGroup."""
-    with HeadGroup.create(config(size, rank, full_logits=True), dist.group.WORLD) as head:
-        for seed in range(20):
-            counts = [(seed + 2 * each) % (CAPACITY + 1) for each in range(size)]
-            one = problem(config(size), counts, seed, bias=seed % 2 == 0)
-            check_argmax(head, one, row_bound=max(counts))
-            check_logits(head, one)
-        return True, head.stats()
-
-
-def test_processes(tmp_path: Path) -> None:
-    outcomes = run_processes(2, of_a_process, tmp_path)
-    assert [(done, stats.rounds) for done, stats in outcomes] == [(True, 40)] * 2
-    rows = sum(2 * ((seed + 2) % (CAPACITY + 1)) for seed in range(20))
-    assert outcomes[1][1].rows == rows

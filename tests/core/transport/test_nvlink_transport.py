@@ -9,7 +9,6 @@ import gc
 import itertools
 import os
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,43 +96,31 @@ def byte_at(index: int, address: int) -> int:
 # ---- what it is for
 
 
-@pytest.fixture(scope="module", params=["POSIX", "FABRIC"])
-def results(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    """What three ranks found out about one kind of sharing; the processes start only once.
-
-    One host and descriptors; or, pretended, two hosts of one NVLink domain.
-    """
-    folder = tmp_path_factory.mktemp("ranks")
-    with pytest.MonkeyPatch.context() as patch:
-        options = environment(build(folder), fabric=int(request.param == "FABRIC"))
-        for name, value in options.items():
-            patch.setenv(name, value)
-        return run_processes(3, both_bodies, folder, request.param)
+@pytest.mark.parametrize("kind", ["POSIX", "FABRIC"])
+def test_three_ranks(kind: str, fake: Callable[..., Any]) -> None:
+    """One host and descriptors; or, pretended, two hosts of one NVLink domain."""
+    lives = fake(3, live, kind, fabric=int(kind == "FABRIC"))
+    # Descriptors become FABRIC handles when a rank of another host comes.
+    ways = [["POSIX", kind, kind], ["POSIX", kind], [kind, kind]]
+    tried = lives[0][-1]
+    assert lives == [(kind, ways[rank], kind, tried) for rank in range(3)]
+    wanted = {"cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemRelease", "cuMemsetD8"}
+    wanted |= {"cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cuCtxSynchronize"}
+    assert wanted <= set(tried["extend"])
+    assert {"cuMemAddressReserve", "cuMemGetAllocationGranularity"} <= set(tried["reserve"])
 
 
-def both_bodies(rank: int, size: int, kind: str) -> dict[str, Any]:
-    """Errors come back as text, so that each test shows its own."""
+def live(rank: int, size: int, kind: str) -> tuple[Any, ...]:
     if kind == "FABRIC":
         pretend_host(rank)
-    found: dict[str, Any] = {"kind": kind, "rank": rank}
-    for body in (growth_body, renewal_body, release_body, failing_body):
-        try:
-            found[body.__name__] = body(rank, size)
-        except BaseException:
-            found[body.__name__] = traceback.format_exc()
-            break  # the ranks are out of step
+    bodies = (growth_body, renewal_body, release_body, failing_body)
+    found = tuple(body(rank, size) for body in bodies)
     gc.collect()  # gloo aborts a process that still has its group, in some cycle, when it ends
     return found
 
 
-def test_everybody_sees_everybody_and_growth_moves_nothing(results: list[dict[str, Any]]) -> None:
-    for found in results:
-        assert found["growth_body"] == found["kind"]
-
-
 def growth_body(rank: int, size: int) -> str:
+    """Everybody sees everybody, and growth moves nothing."""
     group, before = world(), state()
     memory = FakeNvlinkTransport().reserve(group, 16 * MIB, CPU)
     memory.extend([Extent(0, 5000), Extent(4 * MIB, 3 * MIB)])
@@ -181,15 +168,8 @@ def closing_body(memory: NvlinkMemory, rows: torch.Tensor, whole: torch.Tensor) 
     assert control().live()["mappings"] > 0
 
 
-def test_ranks_come_and_go_at_the_same_addresses(results: list[dict[str, Any]]) -> None:
-    """Descriptors become FABRIC handles when a rank of another host comes."""
-    for found in results:
-        ways = ["POSIX", found["kind"], found["kind"]]
-        assert found["renewal_body"] == {0: ways, 1: ways[:2], 2: ways[1:]}[found["rank"]]
-
-
 def renewal_body(rank: int, size: int) -> list[str]:
-    """Ranks 0 and 1, then all three, then 0 and 2."""
+    """Ranks 0 and 1, then all three, then 0 and 2, at the same addresses."""
     before, extents, ways = state(), [Extent(0, 5000), Extent(4 * MIB, MIB)], []
     memory: NvlinkMemory | None = None
     stages = ((0, 1), (0, 1, 2), (0, 2))
@@ -226,13 +206,6 @@ def renewal_body(rank: int, size: int) -> list[str]:
     del memory, rows
     assert state()[0] == before[0]  # the groups have sockets
     return ways
-
-
-def test_released_memory_is_gone_and_comes_back_in_its_place(
-    results: list[dict[str, Any]],
-) -> None:
-    for found in results:
-        assert found["release_body"] == found["kind"]
 
 
 def release_body(rank: int, size: int) -> str:
@@ -321,20 +294,10 @@ def calls_of(body: Callable[[], object]) -> dict[str, int]:
     return {name: count for name, count in calls.items() if name not in _NOT_TRIED}
 
 
-def test_a_rank_that_fails_at_any_call_takes_everything_back_everywhere(
-    results: list[dict[str, Any]],
-) -> None:
-    """Every driver call of `extend` and of `reserve`, the first and the last time it is made."""
-    tried = results[0]["failing_body"]
-    assert [found["failing_body"] for found in results] == [tried] * 3
-    assert isinstance(tried, dict), tried
-    wanted = {"cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemRelease", "cuMemsetD8"}
-    wanted |= {"cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cuCtxSynchronize"}
-    assert wanted <= set(tried["extend"])
-    assert {"cuMemAddressReserve", "cuMemGetAllocationGranularity"} <= set(tried["reserve"])
-
-
 def failing_body(rank: int, size: int) -> dict[str, list[str]]:
+    """Every driver call of `extend` and of `reserve` fails, the first and the last time it is made:
+    everything is taken back, everywhere.
+    """
     group, transport = world(), FakeNvlinkTransport()
     memory = transport.reserve(group, 64 * MIB, CPU)
     memory.extend([Extent(0, 2 * MIB)])

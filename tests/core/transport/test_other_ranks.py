@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from moe_nvlink_plugin import MoeAllToAll
+from moe_nvlink_plugin import HeadGroup, MoeAllToAll
 from moe_nvlink_plugin.errors import (
     ConfigError,
     DisagreementError,
@@ -24,28 +24,67 @@ from moe_nvlink_plugin.errors import (
     UnsupportedError,
 )
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
-from tests.core.exchange.small_exchange import config, plain, round_of
+from tests.core.exchange.small_exchange import alone, assert_still_works, config, plain, round_of
+from tests.support import small_head
 from tests.support.ranks import run_processes
 
 
+class Kind(NamedTuple):
+    """What ranks create together: how, with which configuration, and a round of it."""
+
+    create: Callable[..., Any]
+    config: Callable[..., Any]
+    use: Callable[[Any], None]
+
+
+KINDS = {
+    "exchange": Kind(MoeAllToAll.create, config, lambda made: assert_still_works(made, plain())),
+    "head": Kind(
+        HeadGroup.create,
+        small_head.config,
+        lambda made: small_head.check_argmax(made, small_head.problem(made.config, [3, 2])),
+    ),
+}
+each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+#: Fields that must be equal on all ranks, and two values of each.
+SHARED: dict[str, dict[str, tuple[Any, Any]]] = {
+    "exchange": {
+        "max_tokens_per_rank": (4, 5),
+        "num_experts": (4, 6),
+        "top_k": (2, 1),
+        "hidden_size": (128, 256),
+        "dtype": (torch.float32, torch.bfloat16),
+        "recipe": ("mxfp8", "fp8_block"),
+        "combine": ("bf16", "fp8_block"),
+        "combine_scale": (1.0, 2.0),  # it does not travel
+        "num_channels": (1, 2),
+        "extra_payload_bytes": ((), (4,)),
+        "timeout_s": (30, 31),
+    },
+    "head": {
+        "vocab_size": (50, 51),
+        "hidden_size": (8, 16),
+        "max_rows_per_rank": (4, 5),
+        "dtype": (torch.float32, torch.bfloat16),
+        "full_logits": (False, True),
+        "timeout_s": (30, 31),
+    },
+}
+#: With these, the exchange may have any of them.
+USUAL = {"hidden_size": 128, "dtype": torch.bfloat16, "combine": "fp8_tensor"}
+
+
 @pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        ("max_tokens_per_rank", (4, 5)),
-        ("num_experts", (4, 6)),
-        ("top_k", (2, 1)),
-        ("hidden_size", (8, 16)),
-        ("dtype", (torch.float32, torch.bfloat16)),
-        ("num_channels", (1, 2)),
-        ("extra_payload_bytes", ((), (4,))),
-        ("timeout_s", (30, 31)),
-    ],
+    ("kind", "field"), [(kind, name) for kind in KINDS for name in SHARED[kind]]
 )
-def test_different_configurations(field: str, values: tuple[Any, Any]) -> None:
+def test_different_configurations(kind: str, field: str) -> None:
     """Every rank is told, with both values."""
+    values, usual = SHARED[kind][field], USUAL if kind == "exchange" else {}
 
     def rank_main(group: ThreadGroup) -> None:
-        MoeAllToAll.create(config(3, group.rank, **{field: values[group.rank == 1]}), group)
+        mine = usual | {field: values[group.rank == 1]}
+        KINDS[kind].create(KINDS[kind].config(3, group.rank, **mine), group)
 
     for outcome in try_ranks(3, rank_main):
         assert isinstance(outcome, DisagreementError), repr(outcome)
@@ -53,10 +92,13 @@ def test_different_configurations(field: str, values: tuple[Any, Any]) -> None:
         assert told in str(outcome)
 
 
-def test_threads_may_differ() -> None:
+@each_kind
+def test_threads_and_sms_may_differ(kind: Kind) -> None:
     def rank_main(group: ThreadGroup) -> int:
-        with MoeAllToAll.create(config(2, group.rank, num_threads=1 + group.rank), group) as each:
-            return each.workspace_bytes
+        own = {"num_threads": 1 + group.rank, "max_sms": 5 + group.rank}
+        with kind.create(kind.config(2, group.rank, **own), group) as made:
+            kind.use(made)
+            return int(made.workspace_bytes)
 
     first, second = run_ranks(2, rank_main)
     assert first == second > 0
@@ -73,33 +115,44 @@ def test_sharing_on_one_rank_only() -> None:
         assert "share_with: rank 0 has None, rank 1 has a layer of workspace" in str(outcome)
 
 
-def test_a_configuration_that_does_not_fit_the_group() -> None:
-    def rank_main(group: ThreadGroup) -> None:
-        MoeAllToAll.create(config(2, 0), group)
-
-    outcomes = try_ranks(2, rank_main)
+@each_kind
+def test_a_configuration_that_does_not_fit_the_group(kind: Kind) -> None:
+    outcomes = try_ranks(2, lambda group: kind.create(kind.config(2, 0), group))
     assert isinstance(outcomes[0], PeerError)
     assert "rank 1: ConfigError" in str(outcomes[0])
     assert isinstance(outcomes[1], ConfigError)
-    assert "this is rank 1" in str(outcomes[1])
-    assert "ep_rank=0" in str(outcomes[1])
+    said = "2 ranks and this is rank 1, but [et]p_size=2 and [et]p_rank=0; pass the"
+    assert re.search(said, str(outcomes[1]))
 
 
-def test_what_is_not_there() -> None:
+@each_kind
+def test_what_is_not_there(kind: Kind) -> None:
     (group,) = ThreadGroup.ranks(1)
-    with pytest.raises(ConfigError, match="recipe='fp3' is unknown; installed are bf16, fp16, fp3"):
-        MoeAllToAll.create(config(recipe="fp3"), group)
-    with pytest.raises(ConfigError, match="recipe 'bf16' takes activations of torch.bfloat16"):
-        MoeAllToAll.create(config(recipe="bf16"), group)
-    with pytest.raises(ConfigError, match="transport='rdma' is unknown; installed are .*host"):
-        MoeAllToAll.create(config(transport="rdma"), group)
-    with pytest.raises(UnsupportedError, match="no installed transport serves meta ranks"):
-        MoeAllToAll.create(config(), group, "meta")
+    refused: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
+        (ConfigError, "has 1 ranks and this is rank 0, but .p_size=3", (kind.config(3), group)),
+        (ConfigError, "'rdma' is unknown; .* .*host", (kind.config(transport="rdma"), group)),
+        (UnsupportedError, "no installed transport serves meta", (kind.config(), group, "meta")),
+        (InputError, "group object lacks rank, size, all_gather_ob", (kind.config(), object())),
+        (ConfigError, "a dict, not of class .*Config; pass .*Config", ({"size": 1}, group)),
+    ]
     if not torch.cuda.is_available():
-        with pytest.raises(UnsupportedError, match="device cuda: torch .* sees no GPU"):
-            MoeAllToAll.create(config(), group, "cuda")
-    with pytest.raises(InputError, match="group object lacks rank, size, all_gather_object"):
-        MoeAllToAll.create(config(), object())
+        no_gpu = "device cuda: torch .* sees no GPU"
+        refused.append((UnsupportedError, no_gpu, (kind.config(), group, "cuda")))
+    for error, message, arguments in refused:
+        with pytest.raises(error, match=message):
+            kind.create(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("fp3", "recipe='fp3' is unknown; installed are bf16, fp16, fp3"),
+        ("bf16", "recipe 'bf16' takes activations of torch.bfloat16"),
+    ],
+)
+def test_recipes_that_are_not_there(recipe: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        alone(recipe=recipe)
 
 
 # Ranks that do not come.
@@ -167,32 +220,3 @@ def test_a_rank_that_never_creates(tmp_path: Path) -> None:
 
 
 # Ranks that do different things.
-
-
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_ranks_that_take_different_layers_for_a_round(num_threads: int) -> None:
-    """Both layers lie in one workspace, so the rows arrive, and not where they are looked for."""
-
-    def rank_main(group: ThreadGroup) -> str:
-        small = config(2, group.rank, timeout_s=20, num_threads=num_threads)
-        large = dataclasses.replace(small, max_tokens_per_rank=8)
-        with (
-            MoeAllToAll.create(large, group) as first,
-            MoeAllToAll.create(small, group, share_with=first) as second,
-        ):
-            layer = first if group.rank == 0 else second
-            with pytest.raises(DisagreementError) as caught:
-                layer.dispatch(**plain())
-            with pytest.raises(ExchangeStateError, match="unusable since"):
-                first.dispatch(**plain())
-            group.all_gather_object(None)
-        return str(caught.value)
-
-    first, second = run_ranks(2, rank_main)
-    said = (
-        "passed another max_tokens or active_ranks or other extra payloads, or used another layer, "
-        "maybe of another geometry"
-    )
-    mine = "of its workspace, max_tokens"
-    assert f"epoch 1 rank 1 {said}, than rank 0 (layer number 0 {mine}=8, max_tokens_per_r" in first
-    assert f"rank 0 {said}, than rank 1 (layer number 1 {mine}=4, max_tokens_per_rank=4" in second
