@@ -117,18 +117,22 @@ def ends() -> list[Kernel]:
 
 
 def few() -> list[Kernel]:
-    """One kernel of every third family, the architectures in turn."""
+    """One kernel of each family, the architectures in turn."""
     every = kernels()
-    families = [*dict.fromkeys(kernel.family for kernel in every)][::3]
     return [
         next(kernel for kernel in every if (kernel.family, kernel.architecture) == wanted)
-        for wanted in zip(families, itertools.cycle(nvrtc.ARCHITECTURES), strict=False)
+        for wanted in zip(
+            dict.fromkeys(kernel.family for kernel in every),
+            itertools.cycle(nvrtc.ARCHITECTURES),
+            strict=False,
+        )
     ]
 
 
 #: By the name that the command knows it by.
 LISTS: dict[str, Callable[[], list[Kernel]]] = {
     "few": few,
+    "third of few": lambda: few()[::3],
     "ends": ends,
     "half": lambda: ends()[::2],
     "other half": lambda: ends()[1::2],

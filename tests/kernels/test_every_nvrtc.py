@@ -48,7 +48,7 @@ def check(release: Release, which: str) -> None:
     assert len(release.outcomes) == len(every_nvrtc.LISTS[which]())
 
 
-@pytest.mark.parametrize("which", long_tests.first_of(["few", "half", "other half"]))
+@pytest.mark.parametrize("which", long_tests.first_of(["third of few", "half", "other half"]))
 def test_the_oldest_compiles_every_kind(which: str) -> None:
     release = every_nvrtc.compile_all(oldest_release(), which=which, time_limit_s=1700)
     assert every_nvrtc.oldest().startswith(f"{release.version}.")
