@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 PATIENT = (
     "tests/kernels/test_sass.py",
     "tests/ptx/test_mutants.py",
+    "tests/kernels/test_assembly.py",
     "tests/kernels/test_sanitizers.py",
     "tests/litmus/test_ptx_model_properties.py",
     "tests/kernels/test_every_nvrtc.py",
-    "tests/kernels/test_assembly.py",
     "tests/architecture/",
     "tests/litmus/",
 )

@@ -43,3 +43,4 @@ def test_on_ranks(outcomes: dict[int, Outcomes], name: str, ep_size: int) -> Non
 
 def test_every_case_is_listed(outcomes: dict[int, Outcomes]) -> None:
     assert list(outcomes[2]) == CASES
+    assert len(CASES) == 20

@@ -370,6 +370,8 @@ _UNKNOWN = {
     ".reg .b7 %x;": "unknown registers",
     "shfl.sync.left.b32 %r0, %r1, 1, 31, -1;": "",
     "cvt.rq.f32.u32 %r0, %r1;": "",
+    "cvt.rzi.f32.f32 %r0, %r1;": "unknown types",
+    "mov.u32 %r0;": "ValueError",
 }
 
 

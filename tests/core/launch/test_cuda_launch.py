@@ -471,6 +471,15 @@ def test_ranks_share_their_gpu(
         assert [(grid[0], pdl) for _name, grid, _block, pdl, *_rest in seen] == [(sms_each, 0)] * 2
 
 
+def test_ranks_on_gpus_of_their_own_share_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seen in on_one_gpu(tmp_path, monkeypatch, shared_uuid=0):
+        for name, grid, _block, pdl, *_rest in seen:
+            assert grid[0] > 20, f"{name}: several CTAs on each of 20 SMs"
+            assert pdl == 1
+
+
 def test_more_ranks_than_sms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind, message in on_one_gpu(tmp_path, monkeypatch, sms=1):
         assert kind == "ConfigError"

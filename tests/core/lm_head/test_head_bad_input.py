@@ -343,3 +343,16 @@ def test_different_bounds(num_threads: int) -> None:
     assert "than rank 0 (vocab_size=50, hidden_size=8, max_rows_per_rank=4, row_bound=2" in first
     assert "rank 0 called with another row_bound" in second
     assert "row_bound=1, dtype=torch.float32); all ranks must make the same calls" in second
+
+
+@pytest.mark.parametrize("row_bounds", [(1, 2), (2, 4), (1, 4), (3, 4), (2, 3)])
+def test_any_two_bounds_of_a_small_capacity(row_bounds: tuple[int, int]) -> None:
+    one = problem(config(2), [1, 1])
+
+    def rank_main(group: ThreadGroup) -> None:
+        with HeadGroup.create(config(2, group.rank), group) as head:
+            with pytest.raises(DisagreementError):
+                check_argmax(head, one, row_bound=row_bounds[group.rank])
+            group.all_gather_object(None)
+
+    run_ranks(2, rank_main)

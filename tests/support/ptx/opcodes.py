@@ -108,14 +108,19 @@ def emit(context: Context, instruction: Instruction) -> str:
     """C++ of one instruction, without its guard.
 
     Raises:
-        UnknownPtxError: the table lacks the opcode, or the emitter a modifier.
+        UnknownPtxError: the table lacks the opcode, or the emitter a modifier, type or operand.
     """
     emitter = OPCODES.get(instruction.opcode)
     if emitter is None:
         raise UnknownPtxError(
             f"unknown opcode {instruction.opcode}", instruction.line, instruction.text
         )
-    return emitter(context, instruction)
+    try:
+        return emitter(context, instruction)
+    except UnknownPtxError:
+        raise
+    except (KeyError, ValueError) as error:
+        raise UnknownPtxError(repr(error), instruction.line, instruction.text) from error
 
 
 def elements(operand: str) -> list[str]:
@@ -646,6 +651,8 @@ def _cvt(context: Context, instruction: Instruction) -> str:
     if to.endswith("x2") and saturates == (to in _PACKED_FORMATS):
         return _cvt_packed(context, instruction, to, source)
     if to not in TYPE_BYTES or source not in TYPE_BYTES or saturates:
+        raise modifiers.error("unknown types")
+    if is_float(to) and rounding == "rzi":
         raise modifiers.error("unknown types")
     target, operand = instruction.operands
     value = context.value(operand, source)
