@@ -22,7 +22,6 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 SHARD ?=
 DEMO_ARGS ?=
-UPSTREAM_ARGS ?=
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
@@ -165,9 +164,8 @@ test: lint $(VENV)/nvrtc-$(OLDEST_NVRTC) $(OTHER_FRAMEWORKS)
 test-long: env $(VENV)/nvrtc-$(OLDEST_NVRTC) $(OTHER_FRAMEWORKS)
 	@$(PY) -m pytest -n 2 -m long --record $(if $(SHARD),--shard $(SHARD)) $(PYTEST_ARGS)
 
-# --fast, --group NAME, --list and more in UPSTREAM_ARGS; each outcome must be as expected.
 upstream-tests: env
-	@$(PY) -m tests.upstream $(UPSTREAM_ARGS)
+	@$(PY) -m pytest -n 0 -m "long or not long" tests/integration/servers/test_upstream.py $(PYTEST_ARGS)
 
 dist: env
 	@$(PY) -m tests.dist dist

@@ -1,18 +1,20 @@
-"""The groups of vLLM's tests that `groups.yaml` selects."""
+"""The groups of vLLM's tests that `groups.yaml` selects, and what must become of them."""
 
 from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
+from typing import NamedTuple
 
 import pydantic
 import yaml
 from pydantic.dataclasses import dataclass
 
 FILE = Path(__file__).with_name("groups.yaml")
+_STRICT = pydantic.ConfigDict(extra="forbid")
 
 
 class Plugin(enum.Enum):
@@ -23,29 +25,76 @@ class Plugin(enum.Enum):
     COMPARED = "compared"
 
 
-@dataclass(frozen=True, config=pydantic.ConfigDict(extra="forbid"))
+class Outcome(NamedTuple):
+    """Of one test: "passed", "failed" or "skipped", and what was said about it."""
+
+    kind: str
+    message: str = ""
+
+    def __str__(self) -> str:
+        first = next((line for line in self.message.splitlines() if line.strip()), "")
+        return self.kind + (f" ({first.strip()[:160]})" if first else "")
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Failures:
+    """Functions of a group with tests that fail, and a part of the messages of these."""
+
+    reason: str
+    tests: Mapping[str, str]
+
+
+@dataclass(frozen=True, config=_STRICT)
 class Group:
     """Tests that one pytest process runs (COMPARED: two processes). Keys as in `groups.yaml`."""
 
     name: str
     title: str
     arguments: tuple[str, ...]
+    passed: pydantic.PositiveInt
+    failed: tuple[Failures, ...] = ()
     plugin: Plugin = Plugin.SELECTED
     adapters: tuple[str, ...] = ()
-    fast: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     test_timeout_s: int = 300
 
     def __post_init__(self) -> None:
-        if self.plugin is Plugin.COMPARED and self.adapters:
+        if self.plugin is Plugin.COMPARED and (self.adapters or self.failed):
             raise ValueError(
                 f"group {self.name!r} is compared with a run in which our package is hidden, "
-                f"so it can have no adapters of ours: {', '.join(self.adapters)}"
+                "so it has neither adapters of ours nor failures to list"
             )
+
+    def differences(self, outcomes: Mapping[str, Outcome]) -> Iterator[str]:
+        """A line for each thing that is not as in this entry."""
+        passed = sum(one.kind == "passed" for one in outcomes.values())
+        if passed != self.passed:
+            yield f"{passed} tests passed, expected {self.passed}"
+        if self.plugin is Plugin.COMPARED:
+            return
+        says = {name: part for each in self.failed for name, part in each.tests.items()}
+        failed = {test: one for test, one in outcomes.items() if one.kind == "failed"}
+        functions = {test: test.partition("[")[0].rpartition("::")[2] for test in failed}
+        for test, one in failed.items():
+            if functions[test] not in says:
+                yield f"{test}: {one}"
+            elif says[functions[test]] not in one.message:
+                yield f"{test}: expected to say {says[functions[test]]!r}; it is: {one}"
+        for name in says.keys() - set(functions.values()):
+            yield f"{name}: no test failed"
+
+
+def between(with_it: Mapping[str, Outcome], without: Mapping[str, Outcome]) -> Iterator[str]:
+    """A line for each test whose outcome depends on whether our plugin is there."""
+    absent = Outcome("not run")
+    for test in dict.fromkeys([*with_it, *without]):
+        one, other = with_it.get(test, absent), without.get(test, absent)
+        if one.kind != other.kind:
+            yield f"{test}: with the plugin {one}, without it {other}"
 
 
 @functools.cache
-def all_groups() -> tuple[Group, ...]:
-    """Every group, in the order in which groups run and are reported."""
+def all_groups() -> dict[str, Group]:
+    """Every group by its name."""
     entries = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    return tuple(Group(name=name, **entry) for name, entry in entries.items())
+    return {name: Group(name=name, **entry) for name, entry in entries.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
 import os
 import shutil
@@ -10,16 +10,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
 from . import family, fetch, settings
-from .groups import Group, Plugin
-from .within.moe_nvlink_upstream_expected import Rule
+from .groups import Group, Outcome, Plugin, between
+from .within.moe_nvlink_upstream_run import USED
 
 HERE = Path(__file__).resolve().parent
 #: Our name where vLLM's tests run, see `within/moe_nvlink_upstream.py`.
@@ -30,10 +28,7 @@ GRACE_S = 120
 NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
 NO_NETWORK |= {"no_proxy": "localhost,127.0.0.1,::1,0.0.0.0"}
 #: pytest loads these plugins. Other installed plugins could change outcomes.
-PYTEST_PLUGINS = (
-    *("pytest_asyncio.plugin", "pytest_timeout"),
-    *("moe_nvlink_upstream_expected", "moe_nvlink_upstream_quick_cleanup"),
-)
+PYTEST_PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "moe_nvlink_upstream_run")
 #: Not VLLM_TARGET_DEVICE: if it is "cpu", vLLM asks no platform plugin.
 CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -48,58 +43,42 @@ FOREIGN = (
 )
 #: Kept nevertheless: where our kernels' builds lie, and which compiler makes them.
 KEPT = ("MOE_NVLINK_CACHE_DIR", "MOE_NVLINK_CXX")
-
-#: Set when the runner gives up, for instance by Ctrl-C: all processes are ended.
-stopping = threading.Event()
+#: Of a process; the longest groups take ten minutes on two cores.
+LIMIT_S = 850
 
 
 @dataclass(frozen=True)
 class Where:
-    """What all groups of one call have in common."""
+    """Where a group runs."""
 
     tree: Path  #: vLLM's `tests/`, without its `vllm/`: the installed vLLM is tested
     logs: Path
     redirects: Path  #: maps the hub's names to local stand-ins, see `models.py`
     hub: Path  #: the hub's cache; an empty one, whatever the user has downloaded
-    broken: str = ""  #: a deliberate break of our backend (`breaks.py`)
-
-
-@dataclass(frozen=True, eq=False)
-class Job:
-    """One pytest process; `words` are pytest's arguments."""
-
-    group: Group
-    words: tuple[str, ...]
-    rules: tuple[Rule, ...] = ()
-    whole: bool = False  #: all tests of the group run
-    plugin: bool = True  #: False: our package is hidden from it
-
-    @property
-    def name(self) -> str:
-        """Begins the names of its files."""
-        return self.group.name + ("" if self.plugin else "-without-plugin")
-
-    def expected(self, differences: Path) -> str:
-        """What the plugin in the process is told."""
-        rules = [dataclasses.asdict(rule) for rule in self.rules]
-        # Our plugin stays out if another platform is active. vLLM must still have asked it.
-        asked = self.plugin and self.group.plugin is Plugin.INSTALLED
-        used = ("asked" if asked else "taken", self.plugin)
-        order = {"rules": rules, "whole": self.whole, "used": used}
-        return json.dumps(order | {"differences": str(differences)})
+    broken: bool = False  #: `breaks.py` breaks our backend
 
 
 @dataclass(frozen=True)
 class Ran:
-    """A pytest process that has ended: what differs, and the outcome of each test that was run."""
+    """A pytest process that has ended."""
 
-    differences: tuple[str, ...]
-    outcomes: Mapping[str, str]
-    seconds: float
-    output: Path
+    outcomes: Mapping[str, Outcome]
+    problems: tuple[str, ...]  #: of the process
+    log: Path
 
 
-def environment(where: Where, job: Job, scratch: Path) -> dict[str, str]:
+def check(where: Where, group: Group, *words: str) -> list[str]:
+    """Runs the group, or what pytest's arguments `words` leave of it. What differs, a line each."""
+    ran = run(where, group, *words)
+    found = [*ran.problems] or [*group.differences(ran.outcomes)]
+    if group.plugin is Plugin.COMPARED:
+        without = run(where, group, *words, plugin=False)
+        found += [f"without the plugin: {problem}" for problem in without.problems]
+        found += between(ran.outcomes, without.outcomes)
+    return found
+
+
+def environment(where: Where, group: Group, scratch: Path, *, plugin: bool) -> dict[str, str]:
     """The variables of the tests: the user's, except those that would change outcomes."""
     own = {
         name: value
@@ -111,87 +90,93 @@ def environment(where: Where, job: Job, scratch: Path) -> dict[str, str]:
     own |= {"VLLM_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
     own |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     own |= CPU
-    own |= {settings.LAUNCH_S: str(job.group.test_timeout_s - 20)}
-    own |= {settings.BREAK: where.broken} if where.broken else {}
+    own |= {settings.LAUNCH_S: str(group.test_timeout_s - 20)}
     own |= {"VLLM_MODEL_REDIRECT_PATH": str(where.redirects), "HF_HOME": str(where.hub)}
     # vLLM's cache of models and compiled graphs, apart from the user's.
     own |= {"VLLM_CACHE_ROOT": str(fetch.CACHE / "vllm")}
-    own |= {} if job.plugin else {settings.HIDE: "1"}
-    first = [] if job.plugin else [HERE / "hiding"]
+    own |= {} if plugin else {settings.HIDE: "1"}
+    first = [] if plugin else [HERE / "hiding"]
     own |= {"PYTHONPATH": os.pathsep.join(map(str, [*first, where.tree, HERE / "within"]))}
-    return own | {"TMPDIR": str(scratch)} | dict(job.group.environment)
+    return own | {"TMPDIR": str(scratch)} | dict(group.environment)
 
 
-def command(where: Where, job: Job, files: Mapping[str, Path]) -> list[str]:
+def command(where: Where, group: Group, report: Path, *, plugin: bool) -> list[str]:
     """pytest's command line; only the tree's own configuration holds."""
-    adapters = [f"adapt.{name}" for name in job.group.adapters] if job.plugin else []
-    adapters += ["breaks"] if where.broken and job.plugin else []
+    adapters = [f"adapt.{name}" for name in group.adapters] if plugin else []
+    adapters += ["breaks"] if where.broken and plugin else []
     plugins = [*PYTEST_PLUGINS, *(f"{PACKAGE}.{name}" for name in adapters)]
-    limit_s = job.group.test_timeout_s
+    limit_s = group.test_timeout_s
     line = [sys.executable, "-m", "pytest", "-c", str(where.tree / "pyproject.toml")]
     line += ["--rootdir", str(where.tree), "-p", "no:cacheprovider"]
     line += [word for name in plugins for word in ("-p", name)]
-    line += [f"--upstream-expected={files['expected.json']}", f"--junitxml={files['xml']}"]
-    line += [f"--timeout={limit_s}", "--timeout-method=signal"]
+    line += [f"--junitxml={report}", f"--timeout={limit_s}", "--timeout-method=signal"]
     line += ["-o", f"faulthandler_timeout={limit_s + GRACE_S}"]
     line += ["-o", "faulthandler_exit_on_timeout=true"]
-    return [*line, "-ra", "--tb=short", "--continue-on-collection-errors", *job.words]
+    return [*line, "-ra", "--tb=short", "--continue-on-collection-errors", *group.arguments]
 
 
-def run(where: Where, job: Job) -> Ran:
-    """Runs the tests in a process of their own."""
+def run(where: Where, group: Group, *words: str, plugin: bool = True) -> Ran:
+    """Runs the tests in a process of their own; `plugin`: our package is not hidden from it."""
     where.logs.mkdir(parents=True, exist_ok=True)
-    ends = ("log", "xml", "differences", "expected.json")
-    files = {end: where.logs / f"{job.name}.{end}" for end in ends}
-    for old in files.values():
-        old.unlink(missing_ok=True)
-    files["expected.json"].write_text(job.expected(files["differences"]), encoding="utf-8")
-    started = time.monotonic()
+    name = group.name + ("" if plugin else "-without-plugin")
+    log, report, used = (where.logs / f"{name}.{end}" for end in ("log", "xml", "used"))
     # Not below `logs`: sockets have their names there, which must be short.
     scratch = Path(tempfile.mkdtemp(prefix="up"))
     try:
-        with files["log"].open("wb") as log:
+        with log.open("wb") as output:
             process = subprocess.Popen(
-                command(where, job, files),
+                [*command(where, group, report, plugin=plugin), *words],
                 cwd=where.tree,
-                env=environment(where, job, scratch),
+                env=environment(where, group, scratch, plugin=plugin) | {USED: str(used)},
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
             try:
-                while process.poll() is None and not stopping.is_set():
-                    time.sleep(0.1)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LIMIT_S)
                 code = process.poll()
             finally:
                 family.end(process, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    seconds = time.monotonic() - started
-    return Ran(_differences(files, code), outcomes_of(files["xml"]), seconds, files["log"])
+    if code not in (0, 1) or not report.exists() or not used.exists():
+        return Ran({}, (f"pytest ended by {_ending(code)}, see {log}",), log)
+    return Ran(outcomes_of(report), _misused(group, used, plugin=plugin), log)
 
 
-def _differences(files: Mapping[str, Path], code: int | None) -> tuple[str, ...]:
-    """What the plugin has found; a process that has not come so far is a difference itself."""
-    found = files["differences"]
-    lines = found.read_text(encoding="utf-8").splitlines() if found.exists() else []
+def _ending(code: int | None) -> str:
     if code is None:
-        return (*lines, "the runner was stopped")
-    if found.exists() and code == bool(lines):
-        return tuple(lines)
-    ended = f"code {code}" if code >= 0 else signal.Signals(-code).name
-    return (*lines, f"the process ended by {ended} before pytest's end")
+        return f"us, after {LIMIT_S} s"
+    return f"code {code}" if code >= 0 else signal.Signals(-code).name
 
 
-def outcomes_of(report: Path) -> dict[str, str]:
-    """Test -> outcome, of pytest's report in XML; nothing if there is none."""
-    if not report.exists():
-        return {}
-    found: dict[str, str] = {}
+def _misused(group: Group, used: Path, *, plugin: bool) -> tuple[str, ...]:
+    """Our plugin stays out if another platform is active. vLLM must still have asked it."""
+    verb = "asked" if plugin and group.plugin is Plugin.INSTALLED else "taken"
+    was = json.loads(used.read_text(encoding="utf-8"))[verb]
+    if was is plugin:
+        return ()
+    return (f"vLLM {'has' if was else 'has not'} {verb} our platform plugin in this run",)
+
+
+def outcomes_of(report: Path) -> dict[str, Outcome]:
+    """Test -> outcome, of pytest's report in XML. A failure counts more than a skip, that more than
+    a pass, in any phase and of any subtest.
+    """
+    kinds = {"skipped": "skipped", "failure": "failed", "error": "failed"}
+    order = ("passed", "skipped", "failed")
+    found: dict[str, Outcome] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         test = f"{case.get('classname')}::{case.get('name')}"
-        tags = {"failure": "failed", "error": "failed", "skipped": "skipped"}
-        outcomes = {tags.get(part.tag, "passed") for part in case} | {found.get(test, "passed")}
-        found[test] = next(one for one in ("failed", "skipped", "passed") if one in outcomes)
+        for one in (
+            Outcome("passed"),
+            *(
+                Outcome(kinds[part.tag], f"{part.get('message')}\n{part.text}")
+                for part in case
+                if part.tag in kinds
+            ),
+        ):
+            found[test] = max(found.get(test, one), one, key=lambda each: order.index(each.kind))
     return found

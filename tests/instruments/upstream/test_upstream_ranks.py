@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from tests.upstream import breaks, settings
+from tests.upstream import settings
 from tests.upstream.adapt import modular_kernels, moe_layer
 from tests.upstream.run import HERE
 
@@ -173,22 +173,3 @@ def test_rows_asked_of_an_exchange_are_unique_ranks_of_tokens() -> None:
     # Four experts on each of two ranks: token 0 stays on rank 0, the others go to both.
     assert modular_kernels.asked_of(ids, 4, 0) == (1, 3, 5, 2)
     assert modular_kernels.asked_of(ids, 4, 1) == (1, 3, 5, 3)
-
-
-def test_every_break_changes_our_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
-    from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
-
-    ours: tuple[type, ...] = (CpuPrepareAndFinalize, CudaPrepareAndFinalize)
-    methods = ("prepare", "finalize")
-    for name in breaks.BREAKS:
-        monkeypatch.setenv(settings.BREAK, name)
-        for cls in ours:
-            before = [getattr(cls, method) for method in methods]
-            for method, original in zip(methods, before, strict=True):
-                monkeypatch.setattr(cls, method, original)
-        breaks.install_chosen()
-        for cls in ours:
-            changed = [one for one in methods if "_wrap" in getattr(cls, one).__qualname__]
-            assert len(changed) == 1, name
-        monkeypatch.undo()

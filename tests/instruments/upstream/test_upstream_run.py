@@ -1,36 +1,18 @@
-"""The processes of upstream runs: what they see, and what is known of them when they crash."""
+"""The processes of upstream runs: what they see, what becomes of their tests, how they crash."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.instruments.upstream.upstream_toys import (
-    ASKED,
-    CONFTEST,
-    run_toy,
-    toy_group,
-    toy_tree,
-)
-from tests.upstream.groups import Plugin
-from tests.upstream.run import Job, Ran, run
-from tests.upstream.within.moe_nvlink_upstream_expected import Rule
+from tests.instruments.upstream.upstream_toys import ASKED, CONFTEST, toy_group, toy_tree
+from tests.upstream.groups import Failures, Plugin
+from tests.upstream.run import check, run
 
 pytestmark = pytest.mark.long
 
-A = "tests/test_a.py"
-
-
-def said_of(ran: Ran) -> dict[str, str]:
-    """What was found of each test, where there is no rule for any."""
-    split = (line.partition(": no rule fits; it is: ") for line in ran.differences)
-    return {node.removeprefix(A + "::"): said for node, _, said in split}
-
-
-def test_every_kind_of_outcome_is_told_with_its_message(tmp_path: Path) -> None:
-    text = """
+OUTCOMES = """
 import pytest
 
 @pytest.fixture
@@ -58,79 +40,98 @@ def test_skips(): pytest.skip("no reason")
 @pytest.mark.skip(reason="marked")
 def test_marked(): pass
 
-@pytest.mark.xfail(reason="known")
-def test_xfails(): assert False
-
-@pytest.mark.xfail(reason="thought")
-def test_xpasses(): pass
-
 def test_subtests(subtests):
     with subtests.test("one"):
         assert False, "in a subtest"
 """
-    files = {"test_a.py": text, "test_b.py": "import nothing_such"}
+
+
+def test_every_kind_of_outcome_is_told_with_its_message(tmp_path: Path) -> None:
+    files = {"test_a.py": OUTCOMES, "test_b.py": "import nothing_such"}
     files["test_c.py"] = "import pytest\npytest.skip('no triton', allow_module_level=True)\n"
     where = toy_tree(tmp_path, files)
-    said = said_of(run_toy(where))
+    ran = run(where, toy_group(3))
+    assert ran.problems == ()
+    found = {name.rpartition("::")[2]: one for name, one in ran.outcomes.items()}
     for name, words in (
         ("test_passes[a-b]", "passed"),
         ("test_passes[x y]", "passed"),
         ("test_passes[*]", "passed"),
         ("test_fails", "failed (ValueError: the failure)"),
-        ("test_setup", "failed (setup: RuntimeError: no setup)"),
-        ("test_teardown", "failed (teardown: RuntimeError: no teardown)"),
-        ("test_skips", "skipped (Skipped: no reason)"),
-        ("test_marked", "marked"),
-        ("test_xfails", "failed (vLLM expects this failure: known)"),
-        ("test_xpasses", "passed (vLLM expected a failure: thought)"),
+        ("test_setup", 'failed (failed on setup with "RuntimeError: no setup")'),
+        ("test_teardown", 'failed (failed on teardown with "RuntimeError: no teardown")'),
+        ("test_skips", "skipped (no reason)"),
+        ("test_marked", "skipped (marked)"),
         ("test_subtests", "failed (AssertionError: in a subtest"),
-        ("tests/test_b.py", "failed"),
-        ("tests/test_c.py", "skipped"),
+        ("tests.test_b", "failed (collection failure)"),
+        ("tests.test_c", "skipped (collection skipped)"),
     ):
-        assert words in said.pop(name)
-    assert not said
-    causes = {"test_fails": "OSError: the cause", "test_b.py": "No module named 'nothing_such'"}
-    rules = [Rule(f"*{test}", 1, "failed", "So.", says) for test, says in causes.items()]
-    found = run_toy(where, rules=(*rules, Rule("*c.py", 1, "cannot run", "So.", "no triton")))
-    assert not set(said_of(found)) & {*causes, "tests/test_b.py", "tests/test_c.py"}
+        assert words in str(found.pop(name))
+    assert not found
+    says = {"test_fails": "OSError: the cause", "tests.test_b": "No module named 'nothing_such'"}
+    says |= {"test_setup": "no setup", "test_teardown": "no teardown", "test_subtests": "subtest"}
+    assert check(where, toy_group(3, failed=(Failures("So.", says),))) == []
+
+
+def test_any_other_outcome_is_a_difference(tmp_path: Path) -> None:
+    text = 'import pytest\n@pytest.mark.parametrize("n", [1, 2])\ndef test_a(n): assert n == {}\n'
+    text += "def test_b(): pass\n"
+    where = toy_tree(tmp_path, {"test_a.py": text.format(1)})
+    known = {"failed": (Failures("So.", {"test_a": "assert 2 == 1"}),)}
+    assert check(where, toy_group(2, **known)) == []
+    assert check(where, toy_group(1, **known)) == ["2 tests passed, expected 1"]
+    (found,) = check(where, toy_group(2))
+    assert "::test_a[2]: failed (" in found
+    (found,) = check(where, toy_group(2, failed=(Failures("So.", {"test_a": "2 == 3"}),)))
+    assert "expected to say '2 == 3'; it is: failed" in found
+    (found,) = check(where, toy_group(1, **known), "-k", "test_b")
+    assert found == "test_a: no test failed"
+    (found,) = check(where, toy_group(1), "-k", "nothing_of_the_sort")
+    assert "pytest ended by code 5" in found
+
+
+def test_a_compared_group_runs_twice_and_differs_where_the_plugin_matters(tmp_path: Path) -> None:
+    text = "def test_one(): pass\ndef test_bad(): assert 0\ndef test_ours():\n"
+    text += "    from importlib.metadata import entry_points\n"
+    text += "    assert entry_points(group='vllm.platform_plugins', name='moe_nvlink')\n"
+    where = toy_tree(tmp_path, {"test_a.py": text})
+    (found,) = check(where, toy_group(2, plugin=Plugin.COMPARED))
+    assert "test_ours: with the plugin passed, without it failed" in found
+    assert check(where, toy_group(1, plugin=Plugin.COMPARED), "-k", "not ours") == []
 
 
 @pytest.mark.parametrize(
     ("dies", "ending"),
     [
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV before pytest's end"),
-        ("os._exit(0)", "ended by code 0 before pytest's end"),
-        ("request.addfinalizer(lambda: os._exit(0))", "ended by code 0 before pytest's end"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
+        ("os._exit(0)", "ended by code 0"),
+        ("request.addfinalizer(lambda: os._exit(0))", "ended by code 0"),
     ],
 )
 def test_a_process_that_ends_early_is_a_difference(tmp_path: Path, dies: str, ending: str) -> None:
     """Its log says in which test."""
     text = f"import os, signal\ndef test_dies(request): {dies}\n"
-    ran = run_toy(toy_tree(tmp_path, {"test_a.py": text}), "tests", "-v")
-    (found,) = ran.differences
+    where = toy_tree(tmp_path, {"test_a.py": text})
+    (found,) = check(where, toy_group(1), "-v")
     assert ending in found
-    assert ran.output.read_text().count("::test_dies") >= 1
+    assert "::test_dies" in (where.logs / "toy.log").read_text()
 
 
 def test_a_test_that_takes_too_long_fails_and_the_next_runs(tmp_path: Path) -> None:
     text = "import time\ndef test_slow(): time.sleep(600)\ndef test_next(): pass\n"
     where = toy_tree(tmp_path, {"test_a.py": text})
-    group = replace(toy_group(), test_timeout_s=5)  # for the next one, on a busy machine
-    said = said_of(run(where, Job(group, group.arguments)))
-    assert said.pop("test_next") == "passed"
-    assert "Timeout" in said["test_slow"]
+    known = (Failures("So.", {"test_slow": "Timeout"}),)
+    assert check(where, toy_group(1, failed=known, test_timeout_s=5)) == []  # 5: on a busy machine
 
 
 def test_a_run_for_which_vllm_has_not_taken_our_platform_says_nothing(tmp_path: Path) -> None:
     """Where our backend is not chosen, another platform may be active: ours must be asked."""
     where = toy_tree(tmp_path, {"conftest.py": ASKED, "test_a.py": "def test_one(): pass\n"})
-    passes = (Rule("*", 1, "passed"),)
     words = "vLLM has {} our platform plugin in this run"
-    assert run_toy(where, rules=passes).differences == (words.format("not taken"),)
-    installed = Job(toy_group(plugin=Plugin.INSTALLED), ("tests",), passes)
-    assert run(where, installed).differences == ()
+    assert check(where, toy_group(1)) == [words.format("not taken")]
+    installed = toy_group(1, plugin=Plugin.INSTALLED)
+    assert check(where, installed) == []
     (where.tree / "tests" / "conftest.py").write_text("")
-    assert run(where, installed).differences == (words.format("not asked"),)
+    assert check(where, installed) == [words.format("not asked")]
     (where.tree / "tests" / "conftest.py").write_text(CONFTEST.replace("if importlib", "if 1 or i"))
-    without = replace(installed, plugin=False)
-    assert run(where, without).differences == (words.format("taken"),)
+    assert run(where, installed, plugin=False).problems == (words.format("taken"),)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from tests.upstream.groups import Group, Plugin
-from tests.upstream.run import Job, Ran, Where, run
-from tests.upstream.within.moe_nvlink_upstream_expected import Rule
+from tests.upstream.groups import Group
+from tests.upstream.run import Where
 
 #: Does what vLLM does when our package is installed: it asks our entry point for a platform.
 ASKED = """
@@ -36,12 +36,7 @@ def toy_tree(folder: Path, files: Mapping[str, str]) -> Where:
     return Where(tree, folder / "logs", folder / "redirects.json", folder / "hub")
 
 
-def toy_group(*arguments: str, plugin: Plugin = Plugin.SELECTED, name: str = "toy") -> Group:
+def toy_group(passed: int, *arguments: str, **more: Any) -> Group:
     """A group of a few seconds."""
-    return Group(name, f"the group {name}", arguments or ("tests",), plugin, test_timeout_s=20)
-
-
-def run_toy(where: Where, *arguments: str, rules: tuple[Rule, ...] = ()) -> Ran:
-    """One pytest process over the tree."""
-    group = toy_group(*arguments)
-    return run(where, Job(group, group.arguments, rules))
+    more = {"test_timeout_s": 20, **more}
+    return Group("toy", "toys", arguments or ("tests",), passed, **more)

@@ -364,11 +364,9 @@ def pytest_collection() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Adds `MORE_CASES` to the file's own; `--few-subcases` leaves one number of tokens."""
+    """Adds `MORE_CASES` to the file's own."""
     if metafunc.module.__name__ != _MODULE:
         return
-    if metafunc.config.getoption(ranks.FEW):
-        del metafunc.module.Ms[1:]
     for mark in metafunc.definition.iter_markers("parametrize"):
         cases = mark.args[1]
         if not any(CpuPrepareAndFinalize in case for case in cases if isinstance(case, tuple)):

@@ -84,18 +84,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     ranks.in_every_rank(adapt)
     generate = metafunc.module.generate_valid_test_configs
     if not isinstance(generate, functools.partial):
-        few = bool(metafunc.config.getoption(ranks.FEW))
-        chosen = functools.partial(_chosen_subcases, generate, few)
-        metafunc.module.generate_valid_test_configs = chosen
+        metafunc.module.generate_valid_test_configs = functools.partial(_sorted, generate)
 
 
-def _chosen_subcases(
-    generate: Callable[..., list[Any]], few: bool, *args: Any, **named: Any
-) -> list[Any]:
-    """vLLM's, those of equal weights together; `few`: without the large ones."""
+def _sorted(generate: Callable[..., list[Any]], *args: Any, **named: Any) -> list[Any]:
+    """vLLM's subcases, those of equal weights together."""
     subcases = generate(*args, **named)
-    if few:
-        subcases = [c for c in subcases if c.k < 1024 and c.num_experts == 8 and c.top_k == 2]
     return sorted(subcases, key=lambda c: (c.m, c.num_experts, c.use_routed_input_transform))
 
 

@@ -44,8 +44,6 @@ SHARED_MEMORY = Path("/dev/shm")
 #: Begins the names of vLLM's shared memory. Its workers get it from their executor.
 _IDENTITY = "VLLM_DIST_IDENT"
 _NCCL = ("nccl", "cpu:gloo,cuda:nccl")
-#: An option of pytest for the fast subset.
-FEW = "--few-subcases"
 
 _setups: list[Callable[[], None]] = []
 
@@ -133,11 +131,6 @@ def _with_gloo(original: Callable[..., Any], *arguments: Any, **named: Any) -> A
         named["backend"] = "gloo"
     first = ["gloo" if isinstance(one, str) and one in _NCCL else one for one in arguments[:1]]
     return original(*first, *arguments[1:], **named)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """What a test of several subcases leaves out, its adapter says."""
-    parser.addoption(FEW, action="store_true", help="small shapes, few tokens")
 
 
 @pytest.hookimpl(tryfirst=True)
