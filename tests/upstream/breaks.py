@@ -28,4 +28,4 @@ def _break() -> None:
         moved = (ids + config.num_experts // config.ep_size) % config.num_experts
         return original(self, a1, weights, torch.where(ids < 0, ids, moved), *rest, **named)
 
-    CpuPrepareAndFinalize.prepare = prepare  # type: ignore[method-assign]
+    setattr(CpuPrepareAndFinalize, "prepare", prepare)  # noqa: B010 - its parameters are fewer

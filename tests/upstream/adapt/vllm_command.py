@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from .dummy_plugins import expose
-
 
 def install(folder: Path) -> None:
     """Writes the distribution into a folder, and finds that and the environment's commands."""
@@ -23,7 +21,8 @@ def install(folder: Path) -> None:
     information = folder / f"vllm-{version}.dist-info" / "METADATA"
     information.parent.mkdir(parents=True)
     information.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n", "utf-8")
-    expose(folder)
+    sys.path.append(str(folder))
+    os.environ["PYTHONPATH"] = f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{folder}"
     commands = os.path.dirname(sys.executable)
     os.environ["PATH"] = f"{commands}{os.pathsep}{os.environ.get('PATH', '')}"
 
