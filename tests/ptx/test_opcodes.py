@@ -372,6 +372,7 @@ _UNKNOWN = {
     "cvt.rq.f32.u32 %r0, %r1;": "",
     "cvt.rzi.f32.f32 %r0, %r1;": "unknown types",
     "mov.u32 %r0;": "ValueError",
+    "ld.global.u32 %r0;": "IndexError",
 }
 
 

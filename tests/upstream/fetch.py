@@ -23,7 +23,6 @@ import filelock
 import platformdirs
 
 from moe_nvlink_plugin.errors import MoeNvlinkError, UnsupportedError
-from moe_nvlink_plugin.integration.vllm import compat
 
 if TYPE_CHECKING:
     from unearth.fetchers import Fetcher
@@ -55,17 +54,6 @@ def installed_version() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return ""
-
-
-def supported_version() -> str:
-    """The installed version, whose tests are run; UnsupportedError if we have not read it."""
-    version = installed_version()
-    if version not in compat.READ:
-        raise UnsupportedError(
-            f"vLLM {version or '(none)'} is installed, and its tests are run with one of: "
-            f"{', '.join(compat.READ)}; install one of them (make env does)"
-        )
-    return version
 
 
 def tree(version: str, cache: Path = CACHE, options: Mapping[str, str] | None = None) -> Path:

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import pydantic
 import yaml
 from pydantic.dataclasses import dataclass
 
 FILE = Path(__file__).with_name("groups.yaml")
+#: Of vLLM, whose tests these are.
+VERSION = "0.32.0"
 _STRICT = pydantic.ConfigDict(extra="forbid")
-
-
-class Plugin(enum.Enum):
-    """What a group shows about our plugin; `groups.yaml` explains the three words."""
-
-    SELECTED = "selected"
-    INSTALLED = "installed"
-    COMPARED = "compared"
 
 
 class Outcome(NamedTuple):
@@ -41,36 +34,38 @@ class Failures:
     """Functions of a group with tests that fail, and a part of the messages of these."""
 
     reason: str
-    tests: Mapping[str, str]
+    tests: Mapping[str, Annotated[str, pydantic.Field(min_length=1)]]
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Group:
-    """Tests that one pytest process runs (COMPARED: two processes). Keys as in `groups.yaml`."""
+    """Tests that one pytest process runs, or two (`compared`). Keys as in `groups.yaml`."""
 
     name: str
-    title: str
     arguments: tuple[str, ...]
     passed: pydantic.PositiveInt
     failed: tuple[Failures, ...] = ()
-    plugin: Plugin = Plugin.SELECTED
+    compared: bool = False
     adapters: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     test_timeout_s: int = 300
 
     def __post_init__(self) -> None:
-        if self.plugin is Plugin.COMPARED and (self.adapters or self.failed):
+        if self.compared and (self.adapters or self.failed):
             raise ValueError(
                 f"group {self.name!r} is compared with a run in which our package is hidden, "
                 "so it has neither adapters of ours nor failures to list"
             )
+        functions = [name for each in self.failed for name in each.tests]
+        if len(functions) > len(set(functions)):
+            raise ValueError(f"group {self.name!r}: two entries for one of {functions}")
 
     def differences(self, outcomes: Mapping[str, Outcome]) -> Iterator[str]:
         """A line for each thing that is not as in this entry."""
         passed = sum(one.kind == "passed" for one in outcomes.values())
         if passed != self.passed:
             yield f"{passed} tests passed, expected {self.passed}"
-        if self.plugin is Plugin.COMPARED:
+        if self.compared:
             return
         says = {name: part for each in self.failed for name, part in each.tests.items()}
         failed = {test: one for test, one in outcomes.items() if one.kind == "failed"}

@@ -3,7 +3,7 @@
 Each has a config of the same model class with the sizes of a toy, random weights, and a tokenizer.
 vLLM finds them by the names of the real models, through its own VLLM_MODEL_REDIRECT_PATH. To add a
 name, add a line to `STAND_INS`. transformers writes them: `integration/demo/tiny_checkpoint.py`
-knows two model classes, and these are seven.
+knows other model classes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ _QWEN_MOE = {
     "norm_topk_prob": True,
 }
 _LONG_QWEN_MOE = {**_QWEN_MOE, "max_position_embeddings": 131072}
-_EAGLE = {**_LLAMA, "num_hidden_layers": 1, "max_position_embeddings": 131072}
 #: LLaVA 1.5 reads pictures of this size as 24 x 24 patches, a token each.
 _PICTURE_SIZE, _PICTURE_TOKENS = 336, 576
 
@@ -81,7 +80,6 @@ _PICTURE_SIZE, _PICTURE_TOKENS = 336, 576
 class StandIn:
     """A toy: transformers' name of the model class, and the sizes that differ from its defaults.
 
-    eagle: it drafts for a model of the same hidden size, whose embeddings and head it shares.
     pictures: it reads pictures, and has no weights: BLIP-2 around the model, for schedulers. Most
         other models that read pictures import torchvision, which CPU environments lack.
     """
@@ -90,7 +88,6 @@ class StandIn:
     sizes: Mapping[str, Any]
     dtype: str = "bfloat16"
     seed: int = 0
-    eagle: bool = False
     pictures: bool = False
 
 
@@ -100,14 +97,11 @@ STAND_INS: Mapping[str, StandIn] = {
     "hmellor/tiny-random-LlamaForCausalLM": StandIn("llama", _LLAMA),
     "llava-hf/llava-1.5-7b-hf": StandIn("opt", _LONG_OPT, dtype="float16", pictures=True),
     "ibm-research/PowerMoE-3b": StandIn("granitemoe", _GRANITE_MOE, dtype="float32"),
-    # Experts in the place of its MLPs: what drafts for it is verified through our exchange.
     "meta-llama/Llama-3.1-8B-Instruct": StandIn("qwen3_moe", _LONG_QWEN_MOE),
     "meta-llama/Llama-3.2-1B-Instruct": StandIn("llama", _LLAMA),
     "Qwen/Qwen2.5-VL-3B-Instruct": StandIn("opt", _LONG_OPT, pictures=True),
     "Qwen/Qwen3-0.6B": StandIn("qwen3", {**_LLAMA, "head_dim": 32}),
-    "Qwen/Qwen3-30B-A3B": StandIn("qwen3_moe", _QWEN_MOE),
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": StandIn("llama", _LLAMA),
-    "yuhuili/EAGLE-LLaMA3.1-Instruct-8B": StandIn("llama", _EAGLE, eagle=True),
 }
 
 
@@ -154,29 +148,8 @@ def _write(folder: Path, stand_in: StandIn) -> None:
         head[tokenizer.eos_token_id] = 0
     model.to(getattr(torch, stand_in.dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if stand_in.eagle:
-        _write_eagle(folder / "model.safetensors")
     # vLLM would take sampling parameters from it.
     (folder / "generation_config.json").unlink(missing_ok=True)
-
-
-def _write_eagle(weights: Path) -> None:
-    """A language model's file becomes an EAGLE head's: one layer after a projection."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    shared = ("model.embed_tokens.", "lm_head.", "model.norm.", "model.layers.0.input_layernorm.")
-    tensors = load_file(str(weights))
-    own = {
-        name.removeprefix("model."): tensor
-        for name, tensor in tensors.items()
-        if not name.startswith(shared)
-    }
-    norm = own["layers.0.post_attention_layernorm.weight"]
-    size = len(norm)
-    # The embedding of the last token, as it is; of the target's hidden state, nothing.
-    own["fc.weight"] = torch.eye(size, 2 * size, dtype=norm.dtype)
-    save_file(own, weights, metadata={"format": "pt"})
 
 
 def _write_with_pictures(folder: Path, stand_in: StandIn, tokenizer: Any) -> None:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
 from . import family, fetch, settings
-from .groups import Group, Outcome, Plugin, between
-from .within.moe_nvlink_upstream_run import USED
+from .groups import Group, Outcome, between
 
 HERE = Path(__file__).resolve().parent
 #: Our name where vLLM's tests run, see `within/moe_nvlink_upstream.py`.
@@ -43,8 +42,8 @@ FOREIGN = (
 )
 #: Kept nevertheless: where our kernels' builds lie, and which compiler makes them.
 KEPT = ("MOE_NVLINK_CACHE_DIR", "MOE_NVLINK_CXX")
-#: Of a process, and less than its test has; the longest took seven minutes beside others.
-LIMIT_S = 1700
+#: Of a group: less than its test has. The longest took seven minutes beside others.
+LIMIT_S = 1600
 
 
 @dataclass(frozen=True)
@@ -60,20 +59,23 @@ class Where:
 
 @dataclass(frozen=True)
 class Ran:
-    """A pytest process that has ended."""
+    """A pytest process that has ended: its tests' outcomes, or what became of it."""
 
     outcomes: Mapping[str, Outcome]
-    problems: tuple[str, ...]  #: of the process
-    log: Path
+    problem: str = ""
 
 
 def check(where: Where, group: Group, *words: str) -> list[str]:
     """Runs the group, or what pytest's arguments `words` leave of it. What differs, a line each."""
-    ran = run(where, group, *words)
-    found = [*ran.problems] or [*group.differences(ran.outcomes)]
-    if group.plugin is Plugin.COMPARED:
-        without = run(where, group, *words, plugin=False)
-        found += [f"without the plugin: {problem}" for problem in without.problems]
+    until = time.monotonic() + LIMIT_S
+    ran = run(where, group, until, *words)
+    if ran.problem:
+        return [ran.problem]
+    found = [*group.differences(ran.outcomes)]
+    if group.compared:
+        without = run(where, group, until, *words, plugin=False)
+        if without.problem:
+            return [f"without the plugin: {without.problem}"]
         found += between(ran.outcomes, without.outcomes)
     return found
 
@@ -115,19 +117,22 @@ def command(where: Where, group: Group, report: Path, *, plugin: bool) -> list[s
     return [*line, "-ra", "--tb=short", "--continue-on-collection-errors", *group.arguments]
 
 
-def run(where: Where, group: Group, *words: str, plugin: bool = True) -> Ran:
+def run(where: Where, group: Group, until: float, *words: str, plugin: bool = True) -> Ran:
     """Runs the tests in a process of their own; `plugin`: our package is not hidden from it."""
     where.logs.mkdir(parents=True, exist_ok=True)
     name = group.name + ("" if plugin else "-without-plugin")
-    log, report, used = (where.logs / f"{name}.{end}" for end in ("log", "xml", "used"))
+    log, report, taken = (where.logs / f"{name}.{end}" for end in ("log", "xml", "taken"))
+    for old in (report, taken):
+        old.unlink(missing_ok=True)
     # Not below `logs`: sockets have their names there, which must be short.
     scratch = Path(tempfile.mkdtemp(prefix="up"))
+    variables = environment(where, group, scratch, plugin=plugin) | {settings.TAKEN: str(taken)}
     try:
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*command(where, group, report, plugin=plugin), *words],
                 cwd=where.tree,
-                env=environment(where, group, scratch, plugin=plugin) | {USED: str(used)},
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -135,48 +140,46 @@ def run(where: Where, group: Group, *words: str, plugin: bool = True) -> Ran:
             )
             try:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(LIMIT_S)
+                    process.wait(until - time.monotonic())
                 code = process.poll()
             finally:
                 family.end(process, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    if code not in (0, 1) or not report.exists() or not used.exists():
-        return Ran({}, (f"pytest ended by {_ending(code)}, see {log}",), log)
-    return Ran(outcomes_of(report), _misused(group, used, plugin=plugin), log)
+    return _ran(code, log, report, taken, plugin=plugin)
 
 
-def _ending(code: int | None) -> str:
-    if code is None:
-        return f"us, after {LIMIT_S} s"
-    return f"code {code}" if code >= 0 else signal.Signals(-code).name
-
-
-def _misused(group: Group, used: Path, *, plugin: bool) -> tuple[str, ...]:
-    """Our plugin stays out if another platform is active. vLLM must still have asked it."""
-    verb = "asked" if plugin and group.plugin is Plugin.INSTALLED else "taken"
-    was = json.loads(used.read_text(encoding="utf-8"))[verb]
-    if was is plugin:
-        return ()
-    return (f"vLLM {'has' if was else 'has not'} {verb} our platform plugin in this run",)
+def _ran(code: int | None, log: Path, report: Path, taken: Path, *, plugin: bool) -> Ran:
+    found = outcomes_of(report)
+    failed = any(one.kind == "failed" for one in found.values())
+    if not found or not taken.exists() or code != int(failed):
+        ending = f"us, after {LIMIT_S} s" if code is None else f"code {code}"
+        if code is not None and code < 0:
+            ending = signal.Signals(-code).name
+        return Ran({}, f"pytest ended by {ending}, see {log}")
+    # Not if another platform is active, for instance.
+    if (said := taken.read_text()) != ("taken" if plugin else "not taken"):
+        return Ran({}, f"our platform plugin was {said} by vLLM in this run, see {log}")
+    return Ran(found)
 
 
 def outcomes_of(report: Path) -> dict[str, Outcome]:
-    """Test -> outcome, of pytest's report in XML. A failure counts more than a skip, that more than
-    a pass, in any phase and of any subtest.
+    """Test -> outcome, of pytest's report in XML; nothing if there is none. A failure counts more
+    than a skip, that more than a pass, in any phase and of any subtest.
     """
     kinds = {"skipped": "skipped", "failure": "failed", "error": "failed"}
     order = ("passed", "skipped", "failed")
     found: dict[str, Outcome] = {}
-    for case in ElementTree.parse(report).iter("testcase"):
+    for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
         test = f"{case.get('classname')}::{case.get('name')}"
-        for one in (
-            Outcome("passed"),
-            *(
-                Outcome(kinds[part.tag], f"{part.get('message')}\n{part.text}")
-                for part in case
-                if part.tag in kinds
-            ),
-        ):
+        parts = [part for part in case if part.tag in kinds]
+        outcomes = [Outcome(kinds[part.tag], _message(part)) for part in parts]
+        for one in (Outcome("passed"), *outcomes):
             found[test] = max(found.get(test, one), one, key=lambda each: order.index(each.kind))
     return found
+
+
+def _message(part: ElementTree.Element) -> str:
+    """What exceptions say, without source lines."""
+    said = [line for line in (part.text or "").splitlines() if line.startswith("E ")]
+    return "\n".join([part.get("message", ""), *said])

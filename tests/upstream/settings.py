@@ -8,6 +8,8 @@ import os
 LAUNCH_S = "MOE_NVLINK_UPSTREAM_LAUNCH_S"
 #: If it is set, `hiding/sitecustomize.py` hides our package.
 HIDE = "MOE_NVLINK_UPSTREAM_HIDE"
+#: Where `within/moe_nvlink_upstream_run.py` writes whether vLLM took our platform.
+TAKEN = "MOE_NVLINK_UPSTREAM_TAKEN"
 
 
 def launch_s() -> float:

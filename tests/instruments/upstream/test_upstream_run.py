@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.instruments.upstream.upstream_toys import ASKED, CONFTEST, toy_group, toy_tree
-from tests.upstream.groups import Failures, Plugin
+from tests.instruments.upstream.upstream_toys import CONFTEST, toy_group, toy_tree
+from tests.upstream.groups import Failures, Outcome, between
 from tests.upstream.run import check, run
 
 pytestmark = pytest.mark.long
@@ -50,8 +51,8 @@ def test_every_kind_of_outcome_is_told_with_its_message(tmp_path: Path) -> None:
     files = {"test_a.py": OUTCOMES, "test_b.py": "import nothing_such"}
     files["test_c.py"] = "import pytest\npytest.skip('no triton', allow_module_level=True)\n"
     where = toy_tree(tmp_path, files)
-    ran = run(where, toy_group(3))
-    assert ran.problems == ()
+    ran = run(where, toy_group(3), time.monotonic() + 100)
+    assert ran.problem == ""
     found = {name.rpartition("::")[2]: one for name, one in ran.outcomes.items()}
     for name, words in (
         ("test_passes[a-b]", "passed"),
@@ -95,9 +96,12 @@ def test_a_compared_group_runs_twice_and_differs_where_the_plugin_matters(tmp_pa
     text += "    from importlib.metadata import entry_points\n"
     text += "    assert entry_points(group='vllm.platform_plugins', name='moe_nvlink')\n"
     where = toy_tree(tmp_path, {"test_a.py": text})
-    (found,) = check(where, toy_group(2, plugin=Plugin.COMPARED))
+    (found,) = check(where, toy_group(2, compared=True))
     assert "test_ours: with the plugin passed, without it failed" in found
-    assert check(where, toy_group(1, plugin=Plugin.COMPARED), "-k", "not ours") == []
+    assert check(where, toy_group(1, compared=True), "-k", "not ours") == []
+    passed = Outcome("passed")
+    (found,) = between({"a": passed, "b": passed}, {"a": passed})
+    assert found == "b: with the plugin passed, without it not run"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +115,9 @@ def test_a_compared_group_runs_twice_and_differs_where_the_plugin_matters(tmp_pa
 def test_a_process_that_ends_early_is_a_difference(tmp_path: Path, dies: str, ending: str) -> None:
     """Its log says in which test."""
     text = f"import os, signal\ndef test_dies(request): {dies}\n"
-    where = toy_tree(tmp_path, {"test_a.py": text})
+    where = toy_tree(tmp_path, {"test_a.py": "def test_dies(): pass\n"})
+    assert check(where, toy_group(1)) == []
+    (where.tree / "tests/test_a.py").write_text(text)
     (found,) = check(where, toy_group(1), "-v")
     assert ending in found
     assert "::test_dies" in (where.logs / "toy.log").read_text()
@@ -125,13 +131,9 @@ def test_a_test_that_takes_too_long_fails_and_the_next_runs(tmp_path: Path) -> N
 
 
 def test_a_run_for_which_vllm_has_not_taken_our_platform_says_nothing(tmp_path: Path) -> None:
-    """Where our backend is not chosen, another platform may be active: ours must be asked."""
-    where = toy_tree(tmp_path, {"conftest.py": ASKED, "test_a.py": "def test_one(): pass\n"})
-    words = "vLLM has {} our platform plugin in this run"
-    assert check(where, toy_group(1)) == [words.format("not taken")]
-    installed = toy_group(1, plugin=Plugin.INSTALLED)
-    assert check(where, installed) == []
-    (where.tree / "tests" / "conftest.py").write_text("")
-    assert check(where, installed) == [words.format("not asked")]
+    where = toy_tree(tmp_path, {"conftest.py": "", "test_a.py": "def test_one(): pass\n"})
+    (found,) = check(where, toy_group(1))
+    assert "our platform plugin was not taken by vLLM in this run" in found
     (where.tree / "tests" / "conftest.py").write_text(CONFTEST.replace("if importlib", "if 1 or i"))
-    assert run(where, installed, plugin=False).problems == (words.format("taken"),)
+    ran = run(where, toy_group(1), time.monotonic() + 100, plugin=False)
+    assert "our platform plugin was taken by vLLM in this run" in ran.problem

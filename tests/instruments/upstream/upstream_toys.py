@@ -9,19 +9,15 @@ from typing import Any
 from tests.upstream.groups import Group
 from tests.upstream.run import Where
 
-#: Does what vLLM does when our package is installed: it asks our entry point for a platform.
-ASKED = """
+#: Does what vLLM does when our package is installed: it takes our entry point's platform.
+CONFTEST = """
 import importlib.metadata, sys, types
 
 platforms = sys.modules["vllm.platforms"] = types.ModuleType("vllm.platforms")
 platforms._current_platform = None
 ours = "moe_nvlink_plugin.integration.vllm.plugin.platform"
 if importlib.metadata.entry_points(group="vllm.platform_plugins", name="moe_nvlink"):
-    sys.modules[ours] = types.ModuleType(ours)
-"""
-#: And takes it.
-CONFTEST = f"""{ASKED}
-    platforms._current_platform = type("Platform", (), {{"__module__": ours}})()
+    platforms._current_platform = type("Platform", (), {"__module__": ours})()
 """
 
 
@@ -39,4 +35,4 @@ def toy_tree(folder: Path, files: Mapping[str, str]) -> Where:
 def toy_group(passed: int, *arguments: str, **more: Any) -> Group:
     """A group of a few seconds."""
     more = {"test_timeout_s": 20, **more}
-    return Group("toy", "toys", arguments or ("tests",), passed, **more)
+    return Group("toy", arguments or ("tests",), passed, **more)

@@ -119,7 +119,7 @@ def emit(context: Context, instruction: Instruction) -> str:
         return emitter(context, instruction)
     except UnknownPtxError:
         raise
-    except (KeyError, ValueError) as error:
+    except (LookupError, ValueError) as error:
         raise UnknownPtxError(repr(error), instruction.line, instruction.text) from error
 
 

@@ -102,16 +102,14 @@ def _choose_backend(module: Any) -> None:
     make_parallel, make_config = module.ParallelConfig, module.VllmConfig
 
     def parallel_config(**named: Any) -> Any:
-        if named.get("all2all_backend") != BACKEND:
-            return make_parallel(**named)
+        assert named["all2all_backend"] == BACKEND
         named["all2all_backend"] = CARRIER
         with eplb.allowed():
             ours.append(make_parallel(**named))
         return ours[-1]
 
     def vllm_config(**named: Any) -> Any:
-        if not any(named["parallel_config"] is config for config in ours):
-            return make_config(**named)
+        assert any(named["parallel_config"] is config for config in ours)
         with eplb.allowed():
             try:
                 return make_config(additional_config={KEY: BACKEND}, **named)
@@ -129,8 +127,7 @@ def _run_one_config(module: Any, run: Callable[..., None], *args: Any, **named: 
     bound = inspect.signature(run).bind(*args, **named)
     bound.apply_defaults()
     case = SimpleNamespace(**bound.arguments)
-    if case.backend != BACKEND:
-        return run(*args, **named)
+    assert case.backend == BACKEND
     bound.arguments["input_scale"] = _input_scale(case) * FACTORS[case.dp_rank % len(FACTORS)]
     bound.arguments["test_body_fn"] = functools.partial(_through_us, case.test_body_fn)
     own = functools.partial(_own_inputs, module.setup_moe_test_data, case.dp_rank)

@@ -1,8 +1,7 @@
 """What vLLM's tests download besides the models they serve, from local stand-ins.
 
 * `HfApi.snapshot_download` of a model that VLLM_MODEL_REDIRECT_PATH knows gives its stand-in:
-  offline, engine arguments ask for one before they look at that variable, and some fixtures fetch
-  a model to edit its config.
+  offline, engine arguments ask for one before they look at that variable.
 * `ImageAsset` finds pictures of noise under the names below.
 
 Everything else goes to the hub's library, which is offline here. Imports nothing of our package,
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -47,20 +45,15 @@ def serve_snapshots() -> None:
     original: Any = HfApi.snapshot_download
 
     @functools.wraps(original)
-    def snapshot_download(
-        self: Any, repo_id: str, *args: Any, local_dir: str | Path | None = None, **kwargs: Any
-    ) -> str:
+    def snapshot_download(self: Any, repo_id: str, *args: Any, **kwargs: Any) -> str:
         from vllm.transformers_utils.utils import maybe_model_redirect
 
         stand_in: str = maybe_model_redirect(repo_id)
         if stand_in == repo_id and kwargs.get("ignore_patterns") == "*":
             return repo_id  # engine arguments, which keep the name when online
         if stand_in == repo_id:
-            return str(original(self, repo_id, *args, local_dir=local_dir, **kwargs))
-        if local_dir is None:
-            return stand_in
-        shutil.copytree(stand_in, local_dir, dirs_exist_ok=True)
-        return str(local_dir)
+            return str(original(self, repo_id, *args, **kwargs))
+        return stand_in
 
     HfApi.snapshot_download = snapshot_download  # type: ignore[assignment,method-assign]
 

@@ -1,4 +1,4 @@
-"""A pytest plugin of every upstream run: says what vLLM did with our plugin, and saves seconds.
+"""A pytest plugin of every upstream run: says whether vLLM took our platform, and saves seconds.
 
 Without the first a run shows nothing. Imports nothing of our package, because runs without our
 plugin load this too.
@@ -7,17 +7,13 @@ plugin load this too.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-#: Imported by vLLM alone, when it follows our entry point; it may then stay out.
 PLATFORM = "moe_nvlink_plugin.integration.vllm.plugin.platform"
-#: The file to write.
-USED = "MOE_NVLINK_UPSTREAM_USED"
 
 _taken: list[bool] = []
 
@@ -37,8 +33,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     """Once vLLM has had every reason to load its plugins."""
-    used = {"asked": PLATFORM in sys.modules, "taken": any(_taken) or _is_taken()}
-    Path(os.environ[USED]).write_text(json.dumps(used), encoding="utf-8")
+    taken = any(_taken) or _is_taken()
+    Path(os.environ["MOE_NVLINK_UPSTREAM_TAKEN"]).write_text("taken" if taken else "not taken")
 
 
 def _is_taken() -> bool:
