@@ -2,8 +2,7 @@
 
 Exit status 0: the tool found nothing. CANNOT_RUN: it is not installed, or it refuses this machine's
 runtime; the last line says which. Otherwise it found something, or the program failed.
-`--rehearse` runs the program without the tool, on the stand-in for the driver; with
-`--command-only` nothing.
+`--rehearse` runs the program without the tool, on the stand-in for the driver.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 #: The tool's exit status where it found something and the program itself ended well.
 FOUND = 99
 #: As automake has it.
@@ -27,38 +25,26 @@ PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 #: torch is slow to load on a cold machine.
 _USUAL = ("--launch-timeout", "60", "--error-exitcode", str(FOUND))
 #: torch's own kernels are many, large, and not ours to check.
-_OURS = ("--kernel-name", "kernel_substring=moe_nvlink")
-_OPTIONS = {
+_OURS = (*_USUAL, "--kernel-name", "kernel_substring=moe_nvlink")
+#: Tool -> its options.
+TOOLS = {
     # Failed calls of the driver are torch's way to find out what it has.
     "memcheck": (*_OURS, "--report-api-errors", "no"),
     "racecheck": _OURS,
     "synccheck": _OURS,
     # What torch's kernels have written would be unwritten to it if it did not watch them.
-    "initcheck": (),
+    "initcheck": _USUAL,
 }
 
 
-def sanitizer() -> str | None:
-    """The tool's path, or None."""
-    return shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], *PLACES]))
-
-
-def command(tool: str, *, broken: bool = False) -> list[str]:
-    """The tool over the program, `broken` with the bug that this tool must find."""
-    program = [sys.executable, "-m", "tests.support.sanitized"]
-    options = ["--break", tool] if broken else []
-    return [sanitizer() or "compute-sanitizer", "--tool", tool, *_USUAL, *_OPTIONS[tool]] + [
-        *program,
-        *options,
-    ]
-
-
 def watch(tool: str, *, broken: bool = False) -> tuple[int, str]:
-    """Exit status, and what the tool and the program said."""
-    if sanitizer() is None:
+    """Exit status, and what the tool and the program said; `broken` with the bug to be found."""
+    found = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], *PLACES]))
+    if found is None:
         return CANNOT_RUN, "compute-sanitizer is not installed"
+    program = [sys.executable, "-m", "tests.support.sanitized"]
     done = subprocess.run(
-        command(tool, broken=broken),
+        [found, "--tool", tool, *TOOLS[tool], *program, *(("--break", tool) if broken else ())],
         cwd=ROOT,
         # Every tensor an allocation of its own: inside torch's pool nothing is out of bounds.
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
@@ -73,22 +59,19 @@ def watch(tool: str, *, broken: bool = False) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def main() -> None:
+def main() -> int:
+    """Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("tool", choices=TOOLS)
     parser.add_argument("--rehearse", action="store_true")
-    parser.add_argument("--command-only", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.rehearse:
-        print("without the tool:", " ".join(command(arguments.tool)), flush=True)
-        if arguments.command_only:
-            return
+    given = parser.parse_args()
+    if given.rehearse:
         program = [sys.executable, "-m", "tests.support.sanitized", "--backend", "stand-in"]
-        raise SystemExit(subprocess.run(program, cwd=ROOT, check=False).returncode)
-    status, said = watch(arguments.tool)
+        return subprocess.run(program, cwd=ROOT, check=False).returncode
+    status, said = watch(given.tool)
     print(said[-6000:])
-    raise SystemExit(status)
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
