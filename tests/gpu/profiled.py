@@ -18,11 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import glob
-import os
-import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,28 +28,18 @@ import torch
 
 from benchmarks.moe_comm import emulated, options
 from moe_nvlink_plugin.jit import cache
-from tests.gpu.watched import CANNOT_RUN
-from tests.gpu.watched import PLACES as TOOLKITS
+from tests.gpu import watched
 
 #: Batches, in tokens per rank, of one report each.
 GROUPS = ((16, 2048), (1, 64))
 #: What a rehearsal runs in their place.
 REHEARSED = (1, 4)
-PLACES = tuple(
-    place
-    for pattern in (*TOOLKITS, "/usr/local/cuda-*/bin", "/opt/nvidia/nsight-compute/*")
-    for place in sorted(glob.glob(pattern), reverse=True)
-)
 #: Of our kernels alone, each with its counters and the lines of its source.
 OPTIONS = (
     "--force-overwrite --clock-control none --import-source yes --profile-from-start off"
     " --kernel-name regex:moe_nvlink --section SourceCounters --section WarpStateStats"
     " --section MemoryWorkloadAnalysis --section MemoryWorkloadAnalysis_Tables"
     " --section SpeedOfLight --section LaunchStats --section Occupancy"
-)
-#: What ncu says where it may not count, as in a container without the right to.
-REFUSED = re.compile(
-    r"==ERROR==.*(ERR_NVGPUCTRPERM|not supported|[Uu]nsupported|resource was unavailable).*"
 )
 #: Kind of text -> ncu's options. The last one has each line of the source with its instructions.
 TEXTS = {
@@ -97,44 +83,30 @@ def counted() -> Iterator[None]:
     profiler.stop()
 
 
-def measure(ncu: str, batches: Sequence[int], report: Path) -> subprocess.CompletedProcess[str]:
+def measure(batches: Sequence[int], report: Path) -> tuple[int, str]:
     """Make a report of one dispatch and one combine of each batch, and its texts beside it."""
     program = [sys.executable, "-m", "tests.gpu.profiled", "--batches", *map(str, batches)]
-    command = [ncu, "--export", str(report), *OPTIONS.split(), *program]
-    print(" ".join(command), flush=True)
-    done = subprocess.run(
-        command,
-        env=os.environ | {"MOE_NVLINK_LINEINFO": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    print(done.stdout[-4000:], flush=True)
+    options = ["--export", str(report), *OPTIONS.split(), *program]
+    status, said = watched.run("ncu", *options, MOE_NVLINK_LINEINFO="1")
     for kind, page in TEXTS.items() if report.exists() else ():
-        with open(f"{report}.{kind}", "wb") as text:
-            subprocess.run([ncu, "--import", report, *page.split()], stdout=text, check=False)
-    return done
+        _status, text = watched.run("ncu", "--import", str(report), *page.split())
+        Path(f"{report}.{kind}").write_text(text)
+    return status, said
 
 
 def profile(prefix: str) -> int:
     """Make the reports and keep the kernels' source. Return the exit status."""
-    ncu = shutil.which("ncu", path=os.pathsep.join([os.environ["PATH"], *PLACES]))
-    if ncu is None:
-        print("ncu is not installed")
-        return CANNOT_RUN
-    statuses = []
+    worst = 0
     for batches in GROUPS:
         report = Path(f"{prefix}-{'-'.join(map(str, batches))}.ncu-rep")
-        done = measure(ncu, batches, report)
-        if refused := REFUSED.search(done.stdout):
-            print(refused[0])
-            return CANNOT_RUN
-        statuses.append(done.returncode)
+        status, said = measure(batches, report)
+        print(said[-4000:], flush=True)
+        if status == watched.CANNOT_RUN:
+            return status
+        worst = status or worst
         for source in cache.directory().glob("*.cu"):
             shutil.copy(source, f"{prefix}-{source.name}")
-    return max(statuses, key=abs)
+    return worst
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

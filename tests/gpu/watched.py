@@ -8,7 +8,9 @@ runtime; the last line says which. Otherwise it found something, or the program 
 from __future__ import annotations
 
 import argparse
+import glob
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,9 +21,15 @@ ROOT = Path(__file__).resolve().parents[2]
 FOUND = 99
 #: As automake has it.
 CANNOT_RUN = 77
-# Where the toolkit puts it when it is not on the PATH.
-PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin")
-
+#: Where tools of NVIDIA's are when they are not on the PATH, the newest first.
+_PATTERNS = ("/usr/local/cuda/bin", "/opt/cuda/bin", "/usr/local/cuda-*/bin", "/opt/nvidia/*/*")
+PLACES = tuple(place for each in _PATTERNS for place in sorted(glob.glob(each), reverse=True))
+#: What a tool says where it does not know the runtime, or may not count, as in a container without
+#: the right to.
+REFUSED = re.compile(
+    r"(?m)^.*(Device not supported|ERR_NVGPUCTRPERM"
+    r"|==ERROR==.*(not supported|[Uu]nsupported|resource was unavailable)).*"
+)
 #: torch is slow to load on a cold machine.
 _USUAL = ("--launch-timeout", "60", "--error-exitcode", str(FOUND))
 #: torch's own kernels are many, large, and not ours to check.
@@ -37,26 +45,34 @@ TOOLS = {
 }
 
 
-def watch(tool: str, *, broken: bool = False) -> tuple[int, str]:
-    """Exit status, and what the tool and the program said; `broken` with the bug to be found."""
-    found = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], *PLACES]))
+def run(tool: str, *options: str, **variables: str) -> tuple[int, str]:
+    """Exit status of a tool, and what it and the program said; of CANNOT_RUN at last the reason."""
+    found = shutil.which(tool, path=os.pathsep.join([os.environ["PATH"], *PLACES]))
     if found is None:
-        return CANNOT_RUN, "compute-sanitizer is not installed"
-    program = [sys.executable, "-m", "tests.support.sanitized"]
+        return CANNOT_RUN, f"{tool} is not installed"
+    print(found, *options, flush=True)
     done = subprocess.run(
-        [found, "--tool", tool, *TOOLS[tool], *program, *(("--break", tool) if broken else ())],
+        [found, *options],
         cwd=ROOT,
-        # Every tensor an allocation of its own: inside torch's pool nothing is out of bounds.
-        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        env=os.environ | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        errors="replace",
         check=False,
     )
-    if "Device not supported" in done.stdout:
-        refused = "compute-sanitizer does not support this machine's runtime"
-        return CANNOT_RUN, f"{done.stdout}\n{refused}"
-    return done.returncode, done.stdout
+    refused = REFUSED.search(done.stdout)
+    return (
+        (CANNOT_RUN, f"{done.stdout}\n{refused[0]}") if refused else (done.returncode, done.stdout)
+    )
+
+
+def watch(tool: str, *, broken: bool = False) -> tuple[int, str]:
+    """As run, of a tool of compute-sanitizer; `broken`: of the program with the bug to be found."""
+    program = [sys.executable, "-m", "tests.support.sanitized"]
+    options = ["--tool", tool, *TOOLS[tool], *program, *(("--break", tool) if broken else ())]
+    # Every tensor an allocation of its own: inside torch's pool nothing is out of bounds.
+    return run("compute-sanitizer", *options, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_nvlink_plugin.jit import cache, nvrtc
-from tests.gpu import profiled
+from tests.gpu import profiled, watched
 from tests.gpu.watched import CANNOT_RUN
 from tests.support import emulated
 
@@ -28,7 +28,7 @@ def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "bin/ncu"
     path.write_text(NCU)
     path.chmod(0o755)
-    monkeypatch.setattr(profiled, "PLACES", ())
+    monkeypatch.setattr(watched, "PLACES", ())
     monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
     monkeypatch.setenv("MOE_NVLINK_CACHE_DIR", str(tmp_path / "cache"))
     return path
