@@ -1,31 +1,21 @@
 #!/usr/bin/env bash
 # Fills .carry with what a machine with a GPU, without a network and lent for minutes should not have
-# to make itself: compiled kernels for sm_90a, and FlashInfer with its one library compiled. Beside
-# them .carry/commit says which commit this is: a copy that was sent may lack its history.
+# to make itself. Beside it .carry/commit says which commit this is: a copy that was sent may lack its
+# history.
 #
-#   benchmarks/carry.sh                   # a quarter of an hour the first time; then on_gpu.sh, there
-#   benchmarks/carry.sh --kernels         # without FlashInfer: all that verify and the stages ask for
-#   benchmarks/carry.sh --vllm            # beside what is there: the Python files of vLLM, for one step
-#   benchmarks/carry.sh --commit          # only which commit this is, if nothing else has changed
+#   benchmarks/carry.sh                # a quarter of an hour the first time: --kernels --flashinfer
+#   benchmarks/carry.sh --kernels      # for sm_90a: all that verify and the stages ask for
+#   benchmarks/carry.sh --flashinfer   # with its one library compiled
+#   benchmarks/carry.sh --vllm         # the Python files of vLLM, for one stage
+#   benchmarks/carry.sh --commit       # only which commit this is, if nothing else has changed
 #
-# Prints the folder's size and fails above 52 MiB, of the 64 that travel with the working tree. PYTHON is an interpreter that has this package and
-# the tests' packages (.venv/bin/python); PYTHON_VERSION (3.12) is the other machine's. FlashInfer is
-# compiled by the nvcc of CUDA_HOME, or on the PATH, which must be of CUDA 13; build/flashinfer
-# keeps what was compiled.
+# Fails if the folder has more than 52 MiB, of the 64 that travel with the working tree. PYTHON is an
+# interpreter that has this package and the tests' packages (.venv/bin/python); PYTHON_VERSION (3.12)
+# is the other machine's. FlashInfer is compiled by the nvcc of CUDA_HOME, or on the PATH, which must
+# be of CUDA 13; build/flashinfer keeps what was compiled.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 repository=$PWD
-case "${1:-}" in
-  "") with_kernels=1 with_flashinfer=1 with_vllm=0 ;;
-  --kernels) with_kernels=1 with_flashinfer=0 with_vllm=0 ;;
-  --vllm) with_kernels=0 with_flashinfer=0 with_vllm=1 ;;
-  --commit) with_kernels=0 with_flashinfer=0 with_vllm=0 ;;
-  *)
-    awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' benchmarks/carry.sh
-    exit 2
-    ;;
-esac
-
 PYTHON=${PYTHON:-.venv/bin/python}
 PYTHON_VERSION=${PYTHON_VERSION:-3.12}
 CARRY=${CARRY:-$repository/.carry}
@@ -39,7 +29,13 @@ HEADERS="nvidia-cublas>=13.0,<13.2"
 # other packages that they import (tests/support/vllm_files.py).
 BESIDE_VLLM=(pydantic==2.14.4 pydantic-core==2.50.5 annotated-types typing-inspection msgspec
   cachetools)
+# Built for the other machine.
+THERE=(--python-version "$PYTHON_VERSION" --implementation cp
+  --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64
+  --platform manylinux2014_x86_64 --platform manylinux1_x86_64)
 module=mnnvl_moe_alltoall
+packed=$(mktemp -d)
+trap 'rm -rf "$packed"' EXIT
 
 kernels() {
   local cache=$repository/build/carried
@@ -48,13 +44,6 @@ kernels() {
     "$PYTHON" -m tests.gpu.day.carried
   find "$cache" -type f ! -name '*.cubin' -delete # locks, and what runs on this CPU alone
   tar -C "$cache" -czf "$CARRY/kernels.tar.gz" .
-}
-
-# The commit, with -dirty if a tracked file differs from it.
-commit() {
-  local dirty=
-  git diff --quiet HEAD -- || dirty=-dirty
-  echo "$(git rev-parse --short HEAD)$dirty" >"$CARRY/commit"
 }
 
 packages() { # TARGET PIP-OPTION...
@@ -69,10 +58,6 @@ library() {
   local work=$repository/build/flashinfer cuda
   if [ -f "$work/$module.so" ]; then return; fi
   cuda=${CUDA_HOME:-$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")}
-  if [ ! -x "$cuda/bin/nvcc" ]; then
-    echo "FlashInfer's library needs nvcc of CUDA 13: set CUDA_HOME, or take --kernels" >&2
-    exit 1
-  fi
   # Where a script stands in the place of nvcc, the toolkit is often beside it.
   if [ ! -f "$cuda/include/cuda_runtime.h" ] && [ -d "$cuda/cuda" ]; then cuda=$cuda/cuda; fi
   mkdir -p "$work/stub"
@@ -93,19 +78,10 @@ shutil.copy(spec.jit_library_path, sys.argv[1])
 END
 }
 
-packages_there() { # TARGET PIP-OPTION... : built for the other machine
-  local target=$1
-  shift
-  packages "$target" --python-version "$PYTHON_VERSION" --implementation cp \
-    --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
-    --platform manylinux2014_x86_64 --platform manylinux1_x86_64 "$@"
-}
-
 flashinfer() {
+  local site=$packed/flashinfer
   library
-  site=$(mktemp -d) # not local: removed when this program ends
-  trap 'rm -rf "$site"' EXIT
-  packages_there "$site" "${FLASHINFER[@]}"
+  packages "$site" "${THERE[@]}" "${FLASHINFER[@]}"
   # Sources that only compiling needs, 360 MB, stay here.
   rm -rf "$site"/flashinfer/data
   mkdir -p "$site/flashinfer/data/aot/$module"
@@ -116,31 +92,32 @@ flashinfer() {
 
 # The release of `make vllm33-env`. Its libraries, half a GB, and models stay here.
 vllm() {
-  local release
+  local release site=$packed/vllm
   release=$(sed -n 's/^vllm==//p' integration/demo/vllm33_env/requirements.txt)
-  site=$(mktemp -d)
-  trap 'rm -rf "$site"' EXIT
   "$PYTHON" - "$release" "$site" <<'END'
 import shutil, sys
 from tests.support import vllm_files
 shutil.copytree(vllm_files.wheel(sys.argv[1]), sys.argv[2], dirs_exist_ok=True)
 END
-  packages_there "$site" "${BESIDE_VLLM[@]}"
+  packages "$site" "${THERE[@]}" "${BESIDE_VLLM[@]}"
   tar -C "$site" -cf - . | gzip -9 >"$CARRY/vllm.tar.gz"
 }
 
 mkdir -p "$CARRY"
-commit
-if [ "$with_kernels" = 1 ]; then kernels; fi
-if [ "$with_flashinfer" = 1 ]; then flashinfer; fi
-if [ "$with_vllm" = 1 ]; then vllm; fi
-kib=$(du -sk "$CARRY" | cut -f1)
-echo "$CARRY: $((kib / 1024)) MiB, $(tar -tzf "$CARRY/kernels.tar.gz" 2>/dev/null | grep -c cubin) kernels$(
-  [ ! -f "$CARRY/flashinfer.tar.gz" ] || echo ", FlashInfer"
-)$(
-  [ ! -f "$CARRY/vllm.tar.gz" ] || echo ", vLLM"
-)"
-if [ "$kib" -gt "$MOST_KIB" ]; then
+git describe --always --dirty --exclude '*' >"$CARRY/commit"
+if [ $# -eq 0 ]; then set -- --kernels --flashinfer; fi
+for part in "$@"; do
+  case $part in
+    --kernels | --flashinfer | --vllm) "${part#--}" ;;
+    --commit) ;; # it is there
+    *)
+      awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' benchmarks/carry.sh
+      exit 2
+      ;;
+  esac
+done
+du -ak "$CARRY"
+if [ "$(du -sk "$CARRY" | cut -f1)" -gt "$MOST_KIB" ]; then
   echo "more than the $((MOST_KIB / 1024)) MiB that may travel; leave something out" >&2
   exit 1
 fi

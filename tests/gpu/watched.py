@@ -2,93 +2,92 @@
 
 Exit status 0: the tool found nothing. CANNOT_RUN: it is not installed, or it refuses this machine's
 runtime; the last line says which. Otherwise it found something, or the program failed.
-`--rehearse` runs the program without the tool, on the stand-in for the driver; with
-`--command-only` nothing.
+`--rehearse` runs the program without the tool, on the stand-in for the driver.
 """
 
 from __future__ import annotations
 
 import argparse
+import glob
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 #: The tool's exit status where it found something and the program itself ended well.
 FOUND = 99
 #: As automake has it.
 CANNOT_RUN = 77
-# Where the toolkit puts it when it is not on the PATH.
-PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin")
-
+#: Where tools of NVIDIA's are when they are not on the PATH, the newest first.
+_PATTERNS = ("/usr/local/cuda/bin", "/opt/cuda/bin", "/usr/local/cuda-*/bin", "/opt/nvidia/*/*")
+PLACES = tuple(place for each in _PATTERNS for place in sorted(glob.glob(each), reverse=True))
+#: What a tool says where it does not know the runtime, or may not count, as in a container without
+#: the right to.
+REFUSED = re.compile(
+    r"(?m)^.*(Device not supported|ERR_NVGPUCTRPERM"
+    r"|==ERROR==.*(not supported|[Uu]nsupported|resource was unavailable)).*"
+)
 #: torch is slow to load on a cold machine.
 _USUAL = ("--launch-timeout", "60", "--error-exitcode", str(FOUND))
 #: torch's own kernels are many, large, and not ours to check.
-_OURS = ("--kernel-name", "kernel_substring=moe_nvlink")
-_OPTIONS = {
+_OURS = (*_USUAL, "--kernel-name", "kernel_substring=moe_nvlink")
+#: Tool -> its options.
+TOOLS = {
     # Failed calls of the driver are torch's way to find out what it has.
     "memcheck": (*_OURS, "--report-api-errors", "no"),
     "racecheck": _OURS,
     "synccheck": _OURS,
     # What torch's kernels have written would be unwritten to it if it did not watch them.
-    "initcheck": (),
+    "initcheck": _USUAL,
 }
 
 
-def sanitizer() -> str | None:
-    """The tool's path, or None."""
-    return shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], *PLACES]))
-
-
-def command(tool: str, *, broken: bool = False) -> list[str]:
-    """The tool over the program, `broken` with the bug that this tool must find."""
-    program = [sys.executable, "-m", "tests.support.sanitized"]
-    options = ["--break", tool] if broken else []
-    return [sanitizer() or "compute-sanitizer", "--tool", tool, *_USUAL, *_OPTIONS[tool]] + [
-        *program,
-        *options,
-    ]
-
-
-def watch(tool: str, *, broken: bool = False) -> tuple[int, str]:
-    """Exit status, and what the tool and the program said."""
-    if sanitizer() is None:
-        return CANNOT_RUN, "compute-sanitizer is not installed"
+def run(tool: str, *options: str, **variables: str) -> tuple[int, str]:
+    """Exit status of a tool, and what it and the program said; of CANNOT_RUN at last the reason."""
+    found = shutil.which(tool, path=os.pathsep.join([os.environ["PATH"], *PLACES]))
+    if found is None:
+        return CANNOT_RUN, f"{tool} is not installed"
+    print(found, *options, flush=True)
     done = subprocess.run(
-        command(tool, broken=broken),
+        [found, *options],
         cwd=ROOT,
-        # Every tensor an allocation of its own: inside torch's pool nothing is out of bounds.
-        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        env=os.environ | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        errors="replace",
         check=False,
     )
-    if "Device not supported" in done.stdout:
-        refused = "compute-sanitizer does not support this machine's runtime"
-        return CANNOT_RUN, f"{done.stdout}\n{refused}"
-    return done.returncode, done.stdout
+    refused = REFUSED.search(done.stdout)
+    return (
+        (CANNOT_RUN, f"{done.stdout}\n{refused[0]}") if refused else (done.returncode, done.stdout)
+    )
 
 
-def main() -> None:
+def watch(tool: str, *, broken: bool = False) -> tuple[int, str]:
+    """As run, of a tool of compute-sanitizer; `broken`: of the program with the bug to be found."""
+    program = [sys.executable, "-m", "tests.support.sanitized"]
+    options = ["--tool", tool, *TOOLS[tool], *program, *(("--break", tool) if broken else ())]
+    # Every tensor an allocation of its own: inside torch's pool nothing is out of bounds.
+    return run("compute-sanitizer", *options, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+
+
+def main() -> int:
+    """Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("tool", choices=TOOLS)
     parser.add_argument("--rehearse", action="store_true")
-    parser.add_argument("--command-only", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.rehearse:
-        print("without the tool:", " ".join(command(arguments.tool)), flush=True)
-        if arguments.command_only:
-            return
+    given = parser.parse_args()
+    if given.rehearse:
         program = [sys.executable, "-m", "tests.support.sanitized", "--backend", "stand-in"]
-        raise SystemExit(subprocess.run(program, cwd=ROOT, check=False).returncode)
-    status, said = watch(arguments.tool)
+        return subprocess.run(program, cwd=ROOT, check=False).returncode
+    status, said = watch(given.tool)
     print(said[-6000:])
-    raise SystemExit(status)
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

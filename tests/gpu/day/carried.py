@@ -42,7 +42,7 @@ from moe_nvlink_plugin.verify.cases import Case
 from moe_nvlink_plugin.verify.checks import Head, Rounds
 from moe_nvlink_plugin.verify.plan import Geometry, plan
 from tests.gpu.day import stand_in
-from tests.gpu.day.steps import STEPS
+from tests.gpu.day.steps import STEPS, Step
 from tests.support import (
     comings,
     emulated,
@@ -54,11 +54,8 @@ from tests.support import (
 )
 from tests.support import ranks as processes
 
-ROOT = Path(__file__).resolve().parents[3]
-
-
-class Compiled(Exception):  # noqa: N818 - it is what was wanted
-    """Machine code is in the cache; nothing more is to be done."""
+#: Machine code is in the cache, and nothing more is to be done. A test that raises it is skipped.
+Compiled = pytest.skip.Exception
 
 
 def product(geometry: Variant) -> None:
@@ -99,7 +96,7 @@ def of_verify() -> None:
 
 def _created(config: AllToAllConfig | HeadConfig, *_given: Any, **_options: Any) -> None:
     of_config(config)
-    raise Compiled
+    raise Compiled("its machine code is there")
 
 
 def _lone_rank(_self: object, _device: str, dtype: torch.dtype) -> None:
@@ -117,7 +114,7 @@ def up_to_machine_code() -> Iterator[None]:
 
     def compile_and_stop(text: str, architecture: str) -> bytes:
         compile_one(text, architecture)
-        raise Compiled
+        raise Compiled("its machine code is there")
 
     with contextlib.ExitStack() as stack:
         for holder, name, instead in (
@@ -136,64 +133,38 @@ def up_to_machine_code() -> Iterator[None]:
         yield
 
 
-class OfTests:
-    """A plugin of pytest: a test passes if it has asked for machine code."""
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Iterator[None]:
-        """Swallow Compiled, the only way to pass."""
-        try:
-            yield
-        except Compiled:
-            return True  # type: ignore[return-value]
-        pytest.fail("this test has not asked for machine code: see tests/gpu/day/carried.py")
-
-
 def asked(body: Callable[..., Any], *given: Any, **options: Any) -> None:
     """Run what will ask for machine code."""
-    try:
+    with pytest.raises(Compiled):
         body(*given, **options)
-    except Compiled:
-        return
-    raise AssertionError(f"{body} has not asked for machine code")
 
 
-def of_benchmarks() -> None:
-    """Run each command of the stages, by its own options; and the sanitizers' program."""
-    for step in STEPS.values():
-        program, *given = step.command
-        with (
-            mock.patch.object(sys, "argv", [*step.command]),
-            mock.patch.dict(os.environ, dict(step.variables)),
-        ):
-            if program == "benchmarks/bench_moe_comm.py":
-                made = options.parse("", given).options
-                if made.emulate_ranks:
-                    asked(one_gpu.make_backend, made)
-                of_config(one_gpu.config_of(made, 0, 1))  # also of one_gpu.Branches
-            elif program == "benchmarks/bench_recipes.py":
-                _of_recipes(bench_recipes.parse())
-            elif program == "benchmarks/bench_lm_head.py":
-                heads = common.options_from(bench_lm_head.Options, bench_lm_head.parse())
-                for size in heads.groups:
-                    asked(bench_lm_head.make_backend, heads, size)
-            elif program == "benchmarks/gpu_constants.py":
-                text = gpu_constants.text(gpu_constants.Sizes())
-                nvrtc.load_or_compile(text, driver.device(0).architecture)
-    for case in sanitized.CASES:
-        asked(emulated.make_backend, "cuda", case, ctas=2)
-    with mock.patch.object(emulated_text, "device_source", emulated_text.device_source):
-        sanitized.break_barrier()
-        asked(emulated.make_backend, "cuda", sanitized.CASE, ctas=2)
-    of_config(options.Options(batches=(1,)).config(0, 64))  # bench_launch.py: a size as any
+def of_benchmark(step: Step) -> None:
+    """Run what one command of the stages makes, by its own options, up to its machine code."""
+    program, *given = step.command.split()
+    if program == "benchmarks/bench_moe_comm.py":
+        made = options.parse("", given).options
+        if made.emulate_ranks:
+            asked(one_gpu.make_backend, made)
+        of_config(one_gpu.config_of(made, 0, 1))  # also of one_gpu.Branches
+    elif program == "benchmarks/bench_recipes.py":
+        of_recipes(bench_recipes.parse())
+    elif program == "benchmarks/bench_lm_head.py":
+        heads = common.options_from(bench_lm_head.Options, bench_lm_head.parse())
+        for size in heads.groups:
+            asked(bench_lm_head.make_backend, heads, size)
+    elif program == "benchmarks/gpu_constants.py":
+        text = gpu_constants.text(gpu_constants.Sizes())
+        nvrtc.load_or_compile(text, driver.device(0).architecture)
+    elif program == "benchmarks/bench_launch.py":
+        of_config(options.Options(batches=(1,)).config(0, 64))  # a size as any
 
 
-def _of_recipes(arguments: Any) -> None:
+def of_recipes(arguments: Any) -> None:
     """Ask for what bench_recipes.Device makes."""
     plain = bench_recipes.options_of(arguments)
-    for name in arguments.combines:
-        asked(one_gpu.make_backend, dataclasses.replace(plain, combine=name))
-    asked(one_gpu.make_backend, plain)
+    for combine in (plain.combine, *arguments.combines):
+        asked(one_gpu.make_backend, dataclasses.replace(plain, combine=combine))
     for name in arguments.recipes:
         quantised = dataclasses.replace(plain, recipe=name)
         asked(one_gpu.make_backend, quantised)
@@ -201,32 +172,50 @@ def _of_recipes(arguments: Any) -> None:
         asked(one_gpu.make_backend, dataclasses.replace(quantised, top_k=1), alone=True)
 
 
-def main() -> None:
-    """End with status 1 if a test or a benchmark did not come as far as to ask."""
-    of_verify()
-    of_flashinfer()
-    # The sanitizers' tests start programs, whose kernels of_benchmarks compiles. The others ask for
-    # what real_path.py's tests ask for, the one after vLLM is loaded, the other on the GPU.
-    # So does vLLM's layer, whose configurations are known without vLLM.
+def of_sanitizers() -> None:
+    """Ask for what tests/support/sanitized.py makes, whose processes the tests start."""
+    for case in sanitized.CASES:
+        asked(emulated.make_backend, "cuda", case, ctas=2)
+    with mock.patch.object(emulated_text, "device_source", emulated_text.device_source):
+        sanitized.break_barrier()
+        asked(emulated.make_backend, "cuda", sanitized.CASE, ctas=2)
+
+
+def of_tests() -> int:
+    """Run the GPU tests. Return pytest's exit status, which is not 0 if one fails before it asks.
+
+    Some are left out: test_sanitizers.py starts programs. The others ask for what real_path.py's
+    tests ask for, one after vLLM is loaded, another on the GPU.
+    """
     names = ("sanitizers", "quantisers", "vllm_experts")
     left_out = [f"--ignore=tests/gpu/test_{name}.py" for name in names]
     on_the_gpu = "--deselect=tests/gpu/test_real_path.py::test_bad_input"
     ours = ("-q", "-p", "no:cacheprovider", "-m", "gpu", "-rf", "--timeout=300", "tests/gpu")
+    return int(pytest.main([*ours, *left_out, on_the_gpu]))
+
+
+def main() -> int:
+    """Return a status other than 0 if a test did not come as far as to ask."""
+    of_verify()
+    of_flashinfer()
+    for config in vllm_sizes.gpu_configs():
+        of_config(config)
     with up_to_machine_code():
-        of_benchmarks()
-        for config in vllm_sizes.gpu_configs():
-            of_config(config)
-        status = pytest.main([*ours, *left_out, on_the_gpu], plugins=[OfTests()])
-    found = len(list(Path(os.environ["MOE_NVLINK_CACHE_DIR"]).glob("*.cubin")))
-    print(f"{found} files of machine code", flush=True)
-    raise SystemExit(int(status))
+        for step in STEPS.values():
+            with (
+                mock.patch.object(sys, "argv", step.command.split()),
+                mock.patch.dict(os.environ, step.environment),
+            ):
+                of_benchmark(step)
+        of_sanitizers()
+        return of_tests()
 
 
 if __name__ == "__main__":
     if "FAKE_CUDA_KERNELS" in os.environ:
-        main()
-    else:  # the linker reads its path when a process starts
-        with tempfile.TemporaryDirectory() as folder:
-            variables = os.environ | stand_in.environment(Path(folder))
-            again = [sys.executable, "-m", "tests.gpu.day.carried"]
-            raise SystemExit(subprocess.run(again, env=variables, cwd=ROOT, check=False).returncode)
+        raise SystemExit(main())
+    with tempfile.TemporaryDirectory() as folder:
+        # The linker reads its path when a process starts.
+        variables = os.environ | stand_in.environment(Path(folder))
+        again = [sys.executable, "-m", "tests.gpu.day.carried"]
+        raise SystemExit(subprocess.run(again, env=variables, check=False).returncode)
