@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from moe_nvlink_plugin.errors import DriverError
-from tests.core.launch.test_cuda_launch import Driven, alone, inputs, units_of
+from tests.core.launch.test_cuda_launch import alone, inputs, units_of
 from tests.support import fake_cuda
 from tests.support.fake_cuda import ptx
+from tests.support.fake_cuda.processes import Driven
 from tests.support.fake_cuda.transport import capturing
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
