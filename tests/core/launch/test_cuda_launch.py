@@ -163,22 +163,28 @@ def test_few_sms(
 ) -> None:
     monkeypatch.setenv("MOE_NVLINK_PDL", str(pdl))
     monkeypatch.setenv("MOE_NVLINK_MAX_SMS", str(max_sms))
-    name, grid, _block, early, *_rest = driven(launches_of_many_tokens, sms=132, **options)
+    given = {"max_tokens_per_rank": 400}, 400
+    (name, grid, _block, early, *_rest), _ = driven(shapes, *given, sms=132, **options)
     assert (name, early) == ("moe_nvlink_dispatch", pdl)
     assert grid[0] in ctas
 
 
-def launches_of_choices() -> list[tuple[Any, ...]]:
-    choices = Choices(pdl=False, wide_ctas_per_sm=0, combine_threads=512)
-    with alone(small_tokens=0, tuning=choices) as layer:
-        received = layer.dispatch(*inputs(layer, 3))
-        seen = [described(fake_cuda.control().last_launch())]
-        layer.combine(layer.combine_input(), received.metadata)
-        return [*seen, described(fake_cuda.control().last_launch())]
+def shapes(values: dict[str, Any], num_tokens: int = 3) -> list[tuple[Any, ...]]:
+    """Of the two launches of a round of a layer with these values."""
+    with alone(**values) as layer:
+        return shapes_of(layer, num_tokens)
+
+
+def shapes_of(layer: MoeAllToAll, num_tokens: int, channel: int = 0) -> list[tuple[Any, ...]]:
+    received = layer.dispatch(*inputs(layer, num_tokens), channel=channel)
+    first = described(fake_cuda.control().last_launch())
+    layer.combine(layer.combine_input(channel=channel), received.metadata)
+    return [first, described(fake_cuda.control().last_launch())]
 
 
 def test_launches_choose_as_the_layer_says(driven: Driven) -> None:
-    seen = driven(launches_of_choices, sms=132)
+    choices = Choices(pdl=False, wide_ctas_per_sm=0, combine_threads=512)
+    seen = driven(shapes, {"small_tokens": 0, "tuning": choices}, sms=132)
     chosen = [(grid[0], block[0], pdl) for _name, grid, block, pdl, *_rest in seen]
     assert chosen == [(3, 256, 0), (6, 448, 0)]  # and today's: test_launches
 
@@ -312,21 +318,12 @@ def test_builds_that_have_to_be_named(settings: dict[str, Any], named: str) -> N
     assert str(variant(config(group, **settings), 0)) == plain + named
 
 
-def launches_of_many_tokens() -> tuple[Any, ...]:
-    with alone(max_tokens_per_rank=400) as layer:
-        layer.dispatch(*inputs(layer, 400))
-        return described(fake_cuda.control().last_launch())
-
-
 def launches_beside_another_channel() -> list[tuple[int, tuple[Any, ...]]]:
     """CTAs of its kind that an SM holds, and each launch."""
     with alone(max_tokens_per_rank=400, num_channels=2) as layer:
         variant = LAYER.variant(top_k=4, dtype="bf16")
         kernels = [_loaded[0, variant.build(kernel, pdl=False)] for kernel in (DISPATCH, COMBINE)]
-        received = layer.dispatch(*inputs(layer, 400), channel=1)
-        seen = [described(fake_cuda.control().last_launch())]
-        layer.combine(layer.combine_input(channel=1), received.metadata)
-        seen.append(described(fake_cuda.control().last_launch()))
+        seen = shapes_of(layer, 400, channel=1)
         with driver.on_device(0):
             pairs = zip(kernels, seen, strict=True)
             held = [kernel.blocks_per_sm(block[0]) for kernel, (_, _, block, *_rest) in pairs]
@@ -408,11 +405,7 @@ def shared_launches(_rank: int, _size: int, num_channels: int) -> list[Any]:
     except MoeNvlinkError as error:
         return [type(error).__name__, str(error)]
     with layer:
-        received = layer.dispatch(*inputs(layer, 400))
-        seen = [described(fake_cuda.control().last_launch())]
-        rows = layer.combine_input().copy_(received.hidden_states)
-        layer.combine(rows, received.metadata)
-        return [*seen, described(fake_cuda.control().last_launch())]
+        return shapes_of(layer, 400)
 
 
 #: Options of two processes on one GPU.

@@ -209,34 +209,22 @@ Function& known(Function* function) {
   return *function;
 }
 
-int attribute_value(int attribute) {
-  switch (attribute) {
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
-      return capability() / 10;
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
-      return capability() % 10;
-    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
-      return num_sms();
-    case CU_DEVICE_ATTRIBUTE_WARP_SIZE:
-      return 32;
-    case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK:
-      return 1024;
-    case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR:
-      return multiprocessor().threads;
-    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
-      return most_shared_of_cta();
-    case CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY:
-    case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
-    case CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH:
-    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
-      return 1;
-    case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
-      return static_cast<int>(number("FAKE_CUDA_VMM", 1));
-    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED:
-      return option("FAKE_CUDA_FABRIC", "0") != "0";
-    default:  // not known here, where a zero could be wrong
-      throw Refused{CUDA_ERROR_INVALID_VALUE};
-  }
+// Not known here, where a zero could be wrong: refused.
+int value_of(const std::map<int, int>& attributes, int wanted) {
+  const auto found = attributes.find(wanted);
+  require(found != attributes.end(), CUDA_ERROR_INVALID_VALUE);
+  return found->second;
+}
+
+std::map<int, int> device_attributes() {
+  return {
+      {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, capability() / 10},
+      {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, capability() % 10},
+      {CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, num_sms()},
+      {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, most_shared_of_cta()},
+      {CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, 1},
+      {CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, number("FAKE_CUDA_VMM", 1) != 0},
+      {CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED, option("FAKE_CUDA_FABRIC", "0") != "0"}};
 }
 
 }  // namespace
@@ -317,7 +305,8 @@ Status cuDeviceTotalMem_v2(size_t* bytes, int) {
 }
 
 Status cuDeviceGetAttribute(int* value, int attribute, int) {
-  return call("cuDeviceGetAttribute", kAlways, [&] { *value = attribute_value(attribute); });
+  return call("cuDeviceGetAttribute", kAlways,
+              [&] { *value = value_of(device_attributes(), attribute); });
 }
 
 Status cuDeviceCanAccessPeer(int* can, int device, int peer) {
@@ -611,15 +600,15 @@ Status cuMemAlloc_v2(Address* out, size_t size) {
   return call("cuMemAlloc", kNeedsContext | kUnsafe,
               [&] { *out = allocate(size, current_device()); });
 }
-Status cuMemFree_v2(Address address) {
-  return call("cuMemFree", kUnsafe, [&] { deallocate(address); });
-}
 Status cuMemHostAlloc(void** out, size_t size, unsigned) {
   return call("cuMemHostAlloc", kNeedsContext | kUnsafe,
               [&] { *out = pointer(allocate(size, kPinned)); });
 }
 Status cuMemFreeHost(void* address) {
-  return call("cuMemFreeHost", kNeedsContext | kUnsafe, [&] { deallocate(address_of(address)); });
+  return call("cuMemFreeHost", kNeedsContext | kUnsafe, [&] {
+    require(blocks.erase(address_of(address)) == 1, CUDA_ERROR_INVALID_VALUE);
+    free(address);
+  });
 }
 Status cuMemHostGetDevicePointer_v2(Address* out, void* address, unsigned) {
   return call("cuMemHostGetDevicePointer", 0, [&] {
@@ -703,12 +692,11 @@ Status cuFuncLoad(Function* function) {
 Status cuFuncGetAttribute(int* value, int attribute, Function* function) {
   return call("cuFuncGetAttribute", 0, [&] {
     const Kernel& kernel = *known(function).kernel;
-    const std::map<int, int> values = {
+    const std::map<int, int> attributes = {
         {CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, most_threads_of_cta(kernel)},
         {CU_FUNC_ATTRIBUTE_NUM_REGS, kernel.registers},
         {CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel.shared_bytes}};
-    require(values.count(attribute) == 1, CUDA_ERROR_INVALID_VALUE);
-    *value = values.at(attribute);
+    *value = value_of(attributes, attribute);
   });
 }
 

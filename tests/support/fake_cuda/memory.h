@@ -102,10 +102,6 @@ Address allocate(size_t size, int device) {
   blocks[address_of(made)] = Block{size, device};
   return address_of(made);
 }
-void deallocate(Address address) {
-  require(blocks.erase(address) == 1, CUDA_ERROR_INVALID_VALUE);
-  free(pointer(address));
-}
 
 // Memory that kernels may touch, and what a report calls it.
 struct Range {
