@@ -407,10 +407,13 @@ def refusals_body(_rank: int, _size: int) -> None:
         run_ranks(2, check_connected)  # `state` below: it leaves nothing
         with hosts_apart():
             refused(("2 hosts", "no FABRIC", *instead), check_connected)
-    refused(("was asked to map", "configurations differ"), extend_differently)
+    refused(
+        ("was asked to map", "configurations differ"),
+        lambda group: reserve(group).extend([Extent(0, 1 + group.rank)]),
+    )
     refused(
         ("2 x 1152921504606846976 bytes", "cuMemAddressReserve: CUDA_ERROR_OUT_OF_MEMORY"),
-        reserve_too_much,
+        lambda group: FakeNvlinkTransport().reserve(group, 2**60, CPU),
     )
     assert state() == before
 
@@ -436,14 +439,6 @@ def one_gpu_body(rank: int, size: int) -> None:
 
 def reserve(group: ThreadGroup) -> NvlinkMemory:
     return FakeNvlinkTransport().reserve(group, 100, CPU)
-
-
-def reserve_too_much(group: ThreadGroup) -> NvlinkMemory:
-    return FakeNvlinkTransport().reserve(group, 2**60, CPU)
-
-
-def extend_differently(group: ThreadGroup) -> None:
-    reserve(group).extend([Extent(0, 1 + group.rank)])
 
 
 def hosts_apart() -> Any:

@@ -45,8 +45,7 @@ namespace {
 #include "ptx.h"
 
 constexpr int kMostDevices = 128;
-constexpr size_t kMostArgsBytes = 32764;  // of a kernel, from sm_70 and CUDA 12.1 on
-constexpr int kSharedOfCta = 48 << 10;    // unless cuFuncSetAttribute has allowed more
+constexpr int kSharedOfCta = 48 << 10;  // unless cuFuncSetAttribute has allowed more
 
 struct Context {
   Status sticky = 0;  // what every call returns from now on
@@ -134,12 +133,10 @@ Status call(const char* name, int rule, Body body) {
 std::vector<uint8_t> copy_args(const Function& function, void** params) {
   const Kernel& kernel = *function.kernel;
   if (function.module->ptx == nullptr) check_host_args(function.name, kernel);
-  require(kernel.args_bytes <= kMostArgsBytes, CUDA_ERROR_INVALID_VALUE);
   std::vector<uint8_t> args(kernel.args_bytes);
   for (size_t i = 0; i < kernel.parameters.size(); ++i) {
-    require(params[i] != nullptr, CUDA_ERROR_INVALID_VALUE);
-    const Parameter& one = kernel.parameters[i];
-    memcpy(args.data() + one.offset, params[i], one.size);
+    const auto& [offset, size] = kernel.parameters[i];
+    memcpy(args.data() + offset, params[i], size);
   }
   return args;
 }

@@ -145,10 +145,8 @@ std::vector<Range> reachable(int device) {
   }
   for (const auto& [address, mapping] : mappings) {
     if (mapping.readers.count(device) == 0) continue;
-    const Memory& memory = *mapping.memory;
-    const bool is_peer = memory.device != device || memory.host != host_number();
-    const std::string owner = (is_peer ? "peer's device " : "own device ");
-    found.push_back({address, mapping.size, owner + std::to_string(memory.device)});
+    const std::string owner = std::to_string(mapping.memory->device);
+    found.push_back({address, mapping.size, "memory of device " + owner});
   }
   return found;
 }
