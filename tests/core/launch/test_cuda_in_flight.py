@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from moe_nvlink_plugin.errors import DriverError
-from tests.core.launch.test_cuda_launch import Driven, alone, inputs, units_of
+from tests.core.launch.test_cuda_launch import alone, inputs, round_trip, units_of
 from tests.support import fake_cuda
 from tests.support.fake_cuda import ptx
+from tests.support.fake_cuda.processes import Driven
 from tests.support.fake_cuda.transport import capturing
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
@@ -27,30 +29,29 @@ def round_beside(layer: Any, num_tokens: int = 3, channel: int = 0) -> torch.Ten
 
 def streams_and_calls() -> dict[str, Any]:
     control = fake_cuda.control()
+
+    def counted(verb: Callable[..., Any], *given: Any) -> tuple[Any, dict[str, int]]:
+        control.fail()  # counts from here on
+        return verb(*given), control.calls()
+
     with alone(small_tokens=0) as layer:
         hidden, ids, weights = inputs(layer, 3)
-        received = layer.dispatch(hidden, ids, weights)
-        layer.combine(layer.combine_input().copy_(received.hidden_states), received.metadata)
-        with_pdl, plain = control.last_launch().pdl, control.last_launch().stream
-        control.fail()  # counts from here on
-        dispatching = layer.dispatch_async(hidden, ids, weights)
-        launch = control.last_launch()
-        started = dict(control.calls())
-        control.fail()
-        received = dispatching.wait()
-        ended = dict(control.calls())
+        round_trip(layer)
+        launched = [control.last_launch()]
+        dispatching, started = counted(layer.dispatch_async, hidden, ids, weights)
+        launched.append(control.last_launch())
+        received, ended = counted(dispatching.wait)
         rows = layer.combine_input().copy_(received.hidden_states)
-        control.fail()
-        combined = layer.combine_async(rows, received.metadata).wait()
-        later = dict(control.calls())
-        own = [launch.stream, control.last_launch().stream]
+        combined, later = counted(lambda: layer.combine_async(rows, received.metadata).wait())
+        launched.append(control.last_launch())
         received = layer.dispatch(hidden, ids, weights)
-        first = control.last_launch()
+        launched.append(control.last_launch())
         layer.combine(layer.combine_input().copy_(received.hidden_states), received.metadata)
-        after = control.last_launch()
+        launched.append(control.last_launch())
+    plain, beside, combining, _first, after = (one.stream for one in launched)
     return {
-        "pdl": (with_pdl, launch.pdl, first.pdl, after.pdl),
-        "streams": (plain == after.stream, own[0] == own[1] != plain),
+        "pdl": [one.pdl for one in launched],
+        "streams": (plain == after, beside == combining != plain),
         "started": started,
         "ended": ended,
         "later": later,
@@ -63,7 +64,7 @@ def test_a_verb_has_a_stream_of_its_own(on: str, driven: Driven) -> None:
     seen = driven(streams_and_calls, units=units_of(on))
     assert seen["same"]
     # The first launch after `wait` comes after that event; the next one after a kernel.
-    assert seen["pdl"] == (1, 0, 0, 1), "PDL orders no kernel after another stream's event"
+    assert seen["pdl"] == [1, 0, 0, 0, 1], "PDL orders no kernel after another stream's event"
     assert seen["streams"] == (True, True)
     started, ended, later = seen["started"], seen["ended"], seen["later"]
     # Before the launch the stream waits for the caller's; the first verb makes stream and events.

@@ -15,7 +15,7 @@ import gc
 import logging.handlers
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,54 +38,19 @@ from moe_nvlink_plugin.exchange.in_flight import InFlight
 from moe_nvlink_plugin.exchange.kernels import COMBINE, DISPATCH, LAYER
 from moe_nvlink_plugin.exchange.launches import variant
 from moe_nvlink_plugin.groups import Group, as_group
-from moe_nvlink_plugin.jit import host, nvrtc
+from moe_nvlink_plugin.jit import nvrtc
 from moe_nvlink_plugin.jit.header import constants, structs
 from moe_nvlink_plugin.launch.cuda import CudaExecutor
 from moe_nvlink_plugin.launch.machine_code import _loaded
 from moe_nvlink_plugin.testing import ThreadGroup, random_inputs, run_ranks, try_ranks
 from moe_nvlink_plugin.verify import cases, compare
-from tests.support import case_list, fake_cuda, kernel_texts
+from tests.support import case_list, fake_cuda
 from tests.support.fake_cuda import ptx
-from tests.support.fake_cuda.transport import capturing, install
+from tests.support.fake_cuda.processes import Driven
+from tests.support.fake_cuda.transport import capturing
 from tests.support.long_tests import first_of
-from tests.support.ranks import run_processes
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
-
-Driven = Callable[..., Any]
-
-
-def stand_in(
-    folder: Path, patch: pytest.MonkeyPatch, units: Sequence[ptx.Unit] = (), **options: Any
-) -> None:
-    """Processes that are started from now on have the fake driver.
-
-    units: what the driver runs PTX of, instead of the host build.
-    """
-    if units:
-        options["ptx"] = ptx.prepare(folder / "ptx", units)
-    else:
-        options["kernels"] = host.build(kernel_texts.host_source())
-    for name, value in fake_cuda.environment(fake_cuda.build(folder), **options).items():
-        patch.setenv(name, value)
-
-
-def in_driver(
-    body: Callable[..., Any],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    *args: Any,
-    **options: Any,
-) -> Any:
-    """`body(*args)` in a process whose CUDA driver is the fake one; options of stand_in."""
-    stand_in(folder, monkeypatch, **options)
-    (result,) = run_processes(1, _process_main, folder, body, args)
-    return result
-
-
-def _process_main(_rank: int, _size: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    install()
-    return body(*args)
 
 
 def config(group: Group, **values: Any) -> AllToAllConfig:
@@ -130,7 +95,7 @@ def launches() -> dict[str, Any]:
         dispatch = fake_cuda.control().last_launch()
         seen: dict[str, Any] = {"dispatch": described(dispatch)}
         struct: Any = structs()["DispatchArgs"]
-        args = struct.from_buffer_copy(bytes(dispatch.args)[: ctypes.sizeof(struct)])
+        args = struct.from_buffer_copy(dispatch.args)
         seen["dispatch args"] = {
             "num_tokens": args.geometry.num_tokens == 3,
             "hidden_size": args.geometry.hidden_size == 7168,
@@ -144,7 +109,7 @@ def launches() -> dict[str, Any]:
         combine = fake_cuda.control().last_launch()
         seen["combine"] = described(combine)
         struct = structs()["CombineArgs"]
-        args = struct.from_buffer_copy(bytes(combine.args)[: ctypes.sizeof(struct)])
+        args = struct.from_buffer_copy(combine.args)
         seen["combine args"] = {
             "output": args.output == output.data_ptr(),
             "hidden_splits": args.hidden_splits == 4,
@@ -157,7 +122,7 @@ def launches() -> dict[str, Any]:
 
 def described(launch: fake_cuda.LastLaunch) -> tuple[Any, ...]:
     grid, block = tuple(launch.grid), tuple(launch.block)
-    return launch.name.decode(), grid, block, launch.pdl, launch.shared_bytes, launch.args_bytes
+    return launch.name.decode(), grid, block, launch.pdl, launch.shared_bytes, len(launch.args)
 
 
 @pytest.mark.parametrize("on", ["host", ptx.LONG])
@@ -198,22 +163,28 @@ def test_few_sms(
 ) -> None:
     monkeypatch.setenv("MOE_NVLINK_PDL", str(pdl))
     monkeypatch.setenv("MOE_NVLINK_MAX_SMS", str(max_sms))
-    name, grid, _block, early, *_rest = driven(launches_of_many_tokens, sms=132, **options)
+    given = {"max_tokens_per_rank": 400}, 400
+    (name, grid, _block, early, *_rest), _ = driven(shapes, *given, sms=132, **options)
     assert (name, early) == ("moe_nvlink_dispatch", pdl)
     assert grid[0] in ctas
 
 
-def launches_of_choices() -> list[tuple[Any, ...]]:
-    choices = Choices(pdl=False, wide_ctas_per_sm=0, combine_threads=512)
-    with alone(small_tokens=0, tuning=choices) as layer:
-        received = layer.dispatch(*inputs(layer, 3))
-        seen = [described(fake_cuda.control().last_launch())]
-        layer.combine(layer.combine_input(), received.metadata)
-        return [*seen, described(fake_cuda.control().last_launch())]
+def shapes(values: dict[str, Any], num_tokens: int = 3) -> list[tuple[Any, ...]]:
+    """Of the two launches of a round of a layer with these values."""
+    with alone(**values) as layer:
+        return shapes_of(layer, num_tokens)
+
+
+def shapes_of(layer: MoeAllToAll, num_tokens: int, channel: int = 0) -> list[tuple[Any, ...]]:
+    received = layer.dispatch(*inputs(layer, num_tokens), channel=channel)
+    first = described(fake_cuda.control().last_launch())
+    layer.combine(layer.combine_input(channel=channel), received.metadata)
+    return [first, described(fake_cuda.control().last_launch())]
 
 
 def test_launches_choose_as_the_layer_says(driven: Driven) -> None:
-    seen = driven(launches_of_choices, sms=132)
+    choices = Choices(pdl=False, wide_ctas_per_sm=0, combine_threads=512)
+    seen = driven(shapes, {"small_tokens": 0, "tuning": choices}, sms=132)
     chosen = [(grid[0], block[0], pdl) for _name, grid, block, pdl, *_rest in seen]
     assert chosen == [(3, 256, 0), (6, 448, 0)]  # and today's: test_launches
 
@@ -347,21 +318,12 @@ def test_builds_that_have_to_be_named(settings: dict[str, Any], named: str) -> N
     assert str(variant(config(group, **settings), 0)) == plain + named
 
 
-def launches_of_many_tokens() -> tuple[Any, ...]:
-    with alone(max_tokens_per_rank=400) as layer:
-        layer.dispatch(*inputs(layer, 400))
-        return described(fake_cuda.control().last_launch())
-
-
 def launches_beside_another_channel() -> list[tuple[int, tuple[Any, ...]]]:
     """CTAs of its kind that an SM holds, and each launch."""
     with alone(max_tokens_per_rank=400, num_channels=2) as layer:
         variant = LAYER.variant(top_k=4, dtype="bf16")
         kernels = [_loaded[0, variant.build(kernel, pdl=False)] for kernel in (DISPATCH, COMBINE)]
-        received = layer.dispatch(*inputs(layer, 400), channel=1)
-        seen = [described(fake_cuda.control().last_launch())]
-        layer.combine(layer.combine_input(channel=1), received.metadata)
-        seen.append(described(fake_cuda.control().last_launch()))
+        seen = shapes_of(layer, 400, channel=1)
         with driver.on_device(0):
             pairs = zip(kernels, seen, strict=True)
             held = [kernel.blocks_per_sm(block[0]) for kernel, (_, _, block, *_rest) in pairs]
@@ -436,7 +398,6 @@ def test_what_channels_want(
 
 def shared_launches(_rank: int, _size: int, num_channels: int) -> list[Any]:
     """Shapes of this rank's launches; the error where there are none."""
-    install()
     values = {"max_tokens_per_rank": 400, "hidden_size": 512, "num_channels": num_channels}
     group = as_group(dist.group.WORLD, 60)
     try:
@@ -444,69 +405,53 @@ def shared_launches(_rank: int, _size: int, num_channels: int) -> list[Any]:
     except MoeNvlinkError as error:
         return [type(error).__name__, str(error)]
     with layer:
-        received = layer.dispatch(*inputs(layer, 400))
-        seen = [described(fake_cuda.control().last_launch())]
-        rows = layer.combine_input().copy_(received.hidden_states)
-        layer.combine(rows, received.metadata)
-        return [*seen, described(fake_cuda.control().last_launch())]
+        return shapes_of(layer, 400)
 
 
-def on_one_gpu(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, num_channels: int = 1, **options: Any
-) -> list[list[Any]]:
-    """shared_launches of two processes."""
-    stand_in(folder, monkeypatch, **{"shared_uuid": 1, "sms": 20, **options})
+#: Options of two processes on one GPU.
+SHARED = {"ranks": 2, "shared_uuid": 1, "sms": 20}
+
+
+@pytest.fixture
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_NVLINK_ALLOW_SHARED_GPU", "1")
-    return run_processes(2, shared_launches, folder, num_channels)
 
 
+@pytest.mark.usefixtures("allowed")
 @pytest.mark.parametrize(("num_channels", "sms_each"), [(1, 10), (2, 5)])
-def test_ranks_share_their_gpu(
-    num_channels: int, sms_each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_share_their_gpu(num_channels: int, sms_each: int, driven: Driven) -> None:
     """The kernels of one rank must not keep out those that they wait for."""
-    for seen in on_one_gpu(tmp_path, monkeypatch, num_channels):
+    for seen in driven(shared_launches, num_channels, **SHARED):
         names = [name for name, *_rest in seen]
         assert names == ["moe_nvlink_dispatch", "moe_nvlink_combine"]
         assert [(grid[0], pdl) for _name, grid, _block, pdl, *_rest in seen] == [(sms_each, 0)] * 2
 
 
-def test_ranks_on_gpus_of_their_own_share_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for seen in on_one_gpu(tmp_path, monkeypatch, shared_uuid=0):
+def test_ranks_on_gpus_of_their_own_share_nothing(driven: Driven) -> None:
+    for seen in driven(shared_launches, 1, ranks=2, sms=20):
         for name, grid, _block, pdl, *_rest in seen:
             assert grid[0] > 20, f"{name}: several CTAs on each of 20 SMs"
             assert pdl == 1
 
 
-def test_more_ranks_than_sms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind, message in on_one_gpu(tmp_path, monkeypatch, sms=1):
+@pytest.mark.usefixtures("allowed")
+def test_more_ranks_than_sms(driven: Driven) -> None:
+    for kind, message in driven(shared_launches, 1, **SHARED | {"sms": 1}):
         assert kind == "ConfigError"
         assert "2 rank(s) of the group on one GPU, 1 channel(s) each" in message
         assert "2 together, and the GPU has 1" in message
 
 
-def launches_of_a_counted_round(small_tokens: int) -> tuple[int, int, bool]:
-    """Return the launches of dispatch and of combine, and whether the counts are right."""
-    control = fake_cuda.control()
+def launches_of_a_counted_round(small_tokens: int) -> int:
     with alone(num_expert_counts=8, small_tokens=small_tokens) as layer:
-        hidden, ids, weights = inputs(layer, 3)
-        before = control.last_launch().count
-        received = layer.dispatch(hidden, ids, weights)
-        between = control.last_launch().count
-        layer.combine(layer.combine_input(), received.metadata)
-        after = control.last_launch().count
-        assert received.expert_counts is not None
-        counted = torch.bincount(ids.flatten().long(), minlength=8)
-        right = torch.equal(received.expert_counts[0].long(), counted)
-    return between - before, after - between, right
+        before = fake_cuda.control().last_launch().count
+        round_trip(layer)
+        return fake_cuda.control().last_launch().count - before
 
 
 @pytest.mark.parametrize("small_tokens", [0, 8])
 def test_counts_per_expert_cost_no_launch(small_tokens: int, driven: Driven) -> None:
-    found = driven(launches_of_a_counted_round, small_tokens)
-    assert found == (1, 1, True)
+    assert driven(launches_of_a_counted_round, small_tokens) == 2
 
 
 # Whose context, whose stream.

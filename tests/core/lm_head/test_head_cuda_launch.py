@@ -22,9 +22,10 @@ from moe_nvlink_plugin.errors import DriverError, ExchangeStateError, ExchangeTi
 from moe_nvlink_plugin.jit.header import structs
 from moe_nvlink_plugin.lm_head.kernels import HEAD
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
-from tests.core.launch.test_cuda_launch import ALLOWED_IN_CAPTURE, described, stand_in
+from tests.core.launch.test_cuda_launch import ALLOWED_IN_CAPTURE, described
 from tests.support import fake_cuda
 from tests.support.fake_cuda import ptx
+from tests.support.fake_cuda.processes import stand_in
 from tests.support.fake_cuda.transport import capturing, install
 from tests.support.ranks import run_processes
 from tests.support.small_head import check_argmax, check_logits, config, problem
@@ -83,11 +84,6 @@ def alone(**values: Any) -> HeadGroup:
     return HeadGroup.create(wide(**values), group)
 
 
-def arguments(launch: fake_cuda.LastLaunch) -> Any:
-    struct: Any = structs()["HeadArgs"]
-    return struct.from_buffer_copy(bytes(launch.args)[: ctypes.sizeof(struct)])
-
-
 # What the driver is asked.
 
 
@@ -110,7 +106,8 @@ def launches() -> dict[str, Any]:
         for name in ("gather", "argmax", "collect"):
             setattr(launcher, name, noted(name, getattr(launcher, name)))
         check_logits(head, one, row_bound=4)
-        given = {name: arguments(launch) for name, launch in found.items()}
+        struct: Any = structs()["HeadArgs"]
+        given = {name: struct.from_buffer_copy(launch.args) for name, launch in found.items()}
         shapes = {name: described(launch) for name, launch in found.items()}
         return shapes | {
             "rows": given["gather"].hidden == one.rows[0].data_ptr(),

@@ -10,7 +10,6 @@ import itertools
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -31,25 +30,12 @@ from moe_nvlink_plugin.plugins import registry
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from moe_nvlink_plugin.transport import Extent, nvlink, topology, vmm
 from moe_nvlink_plugin.transport.nvlink import NvlinkMemory, NvlinkTransport
-from tests.support.fake_cuda import build, control, environment
+from tests.support.fake_cuda import control
+from tests.support.fake_cuda.processes import Driven
 from tests.support.fake_cuda.transport import FakeNvlinkTransport
-from tests.support.ranks import run_processes
 
 CPU = torch.device("cpu")
 MIB = 2**20
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Runs a function of this module in processes that have the fake driver; their results."""
-
-    def run(num_ranks: int, body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        killed = options.pop("killed", ())
-        for name, value in environment(build(tmp_path), **options).items():
-            monkeypatch.setenv(name, value)
-        return run_processes(num_ranks, body, tmp_path, *args, killed=killed)
-
-    return run
 
 
 def num_open() -> int:
@@ -97,9 +83,9 @@ def byte_at(index: int, address: int) -> int:
 
 
 @pytest.mark.parametrize("kind", ["POSIX", "FABRIC"])
-def test_three_ranks(kind: str, fake: Callable[..., Any]) -> None:
+def test_three_ranks(kind: str, driven: Driven) -> None:
     """One host and descriptors; or, pretended, two hosts of one NVLink domain."""
-    lives = fake(3, live, kind, fabric=int(kind == "FABRIC"))
+    lives = driven(live, kind, ranks=3, kernels="", fabric=int(kind == "FABRIC"))
     # Descriptors become FABRIC handles when a rank of another host comes.
     ways = [["POSIX", kind, kind], ["POSIX", kind], [kind, kind]]
     tried = lives[0][-1]
@@ -353,11 +339,11 @@ def fails_at(body: Callable[[], object], call: str, failing: int, group: Group) 
 
 
 def test_a_rank_that_is_killed_in_the_middle(
-    fake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """kill -9 while it takes the others' descriptors: an error that names it, and soon."""
     monkeypatch.setenv("MOE_NVLINK_TIMEOUT_S", "20")
-    results = fake(3, killed_body, killed=(1,))
+    results = driven(killed_body, ranks=3, killed=(1,), kernels="")
     for rank in (0, 2):
         kind, message, seconds, left = results[rank]
         assert kind in ("TransportError", "PeerError")
@@ -421,10 +407,13 @@ def refusals_body(_rank: int, _size: int) -> None:
         run_ranks(2, check_connected)  # `state` below: it leaves nothing
         with hosts_apart():
             refused(("2 hosts", "no FABRIC", *instead), check_connected)
-    refused(("was asked to map", "configurations differ"), extend_differently)
+    refused(
+        ("was asked to map", "configurations differ"),
+        lambda group: reserve(group).extend([Extent(0, 1 + group.rank)]),
+    )
     refused(
         ("2 x 1152921504606846976 bytes", "cuMemAddressReserve: CUDA_ERROR_OUT_OF_MEMORY"),
-        reserve_too_much,
+        lambda group: FakeNvlinkTransport().reserve(group, 2**60, CPU),
     )
     assert state() == before
 
@@ -450,14 +439,6 @@ def one_gpu_body(rank: int, size: int) -> None:
 
 def reserve(group: ThreadGroup) -> NvlinkMemory:
     return FakeNvlinkTransport().reserve(group, 100, CPU)
-
-
-def reserve_too_much(group: ThreadGroup) -> NvlinkMemory:
-    return FakeNvlinkTransport().reserve(group, 2**60, CPU)
-
-
-def extend_differently(group: ThreadGroup) -> None:
-    reserve(group).extend([Extent(0, 1 + group.rank)])
 
 
 def hosts_apart() -> Any:
@@ -656,6 +637,6 @@ def leaking_body(group: ThreadGroup) -> None:
     ],
 )
 def test_in_processes_of_their_own(
-    body: Callable[..., None], num_ranks: int, options: dict[str, int], fake: Callable[..., Any]
+    body: Callable[..., None], num_ranks: int, options: dict[str, int], driven: Driven
 ) -> None:
-    fake(num_ranks, body, **options)
+    driven(body, ranks=num_ranks, kernels="", **options)

@@ -295,64 +295,54 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     assert_says("rank 2 did not take the descriptors in time", *outcomes)
 
 
-def test_a_rank_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+def exchange_with(other: Callable[[Listener, Address], None], folder: Path) -> Any:
+    """What rank 0 hears, and soon, whose only peer does `other`, and then goes."""
+
     def rank_main(group: ThreadGroup) -> Any:
-        if group.rank != 2:
-            return exchange(group, tmp_path, timeout_s=50.0)
+        if group.rank == 0:
+            return exchange(group, folder, timeout_s=50.0)
         listener = Listener()
-        group.all_gather_object(listener.address)
+        to_rank_0, _own = group.all_gather_object(listener.address)
+        other(listener, to_rank_0)
         listener.close()
         return None
 
     start = time.monotonic()
-    outcomes = try_ranks(3, rank_main)
+    outcome, nothing = try_ranks(2, rank_main)
+    assert nothing is None
     assert time.monotonic() - start < 10
-    assert_says("rank 2 went away", *outcomes[:2])
+    return outcome
+
+
+def test_a_rank_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    assert_says("rank 1 went away", exchange_with(lambda _listener, _peer: None, tmp_path))
 
 
 def test_a_rank_that_takes_and_then_goes(tmp_path: Path) -> None:
     """The sender has nothing to complain about; the one who waits asks whether it still listens."""
 
-    def rank_main(group: ThreadGroup) -> Any:
-        if group.rank == 0:
-            return exchange(group, tmp_path, timeout_s=50.0)
-        listener = Listener()
-        group.all_gather_object(listener.address)
+    def take(listener: Listener, _peer: Address) -> None:
         taker = descriptors._Taker(
             listener._socket, listener.address.secret, lambda peer, fds: None, time.monotonic() + 9
         )
         idle: Any = threading.Thread()
         idle.gone, idle.probe = set(), lambda peers: None
         assert taker.run({0}, idle) == set()
-        listener.close()
-        return None
 
-    start = time.monotonic()
-    outcome, nothing = try_ranks(2, rank_main)
-    assert nothing is None
-    assert time.monotonic() - start < 10
-    assert_says("rank(s) 1 did not send", outcome)
+    assert_says("rank(s) 1 did not send", exchange_with(take, tmp_path))
 
 
 def test_a_rank_that_sends_and_is_killed_before_the_answer(tmp_path: Path) -> None:
-    def rank_main(group: ThreadGroup) -> Any:
-        if group.rank == 0:
-            return exchange(group, tmp_path, timeout_s=50.0)
-        listener, mine = Listener(), files_of(1, 1, tmp_path)
-        to_rank_0, _own = group.all_gather_object(listener.address)
+    def send(_listener: Listener, peer: Address) -> None:
+        mine = files_of(1, 1, tmp_path)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.connect(to_rank_0.name)
-            connection.send(descriptors._HELLO.pack(to_rank_0.secret, 1, 1))
+            connection.connect(peer.name)
+            connection.send(descriptors._HELLO.pack(peer.secret, 1, 1))
             socket.send_fds(connection, [b"."], mine)
             connection.shutdown(socket.SHUT_RD)
         os.close(mine[0])
-        listener.close()
-        return None
 
-    start = time.monotonic()
-    outcome, nothing = try_ranks(2, rank_main)
-    assert nothing is None
-    assert time.monotonic() - start < 10
+    outcome = exchange_with(send, tmp_path)
     assert_says("rank 1 went away while it sent its descriptors", outcome)
 
 

@@ -10,7 +10,7 @@ A process with that environment imports cuda.bindings as it is and finds the fak
     devices (4), sms (4 each), context_sms (all; what a context may use of them),
     memory (bytes of each, 8 GiB), capability ("9.0"), driver (13000),
     mig (0), p2p (1), atomics (1: NVLink), vmm (1),
-    fabric ("0", "1" or "broken": promised, but no IMEX channel), domain (0; of FABRIC handles),
+    fabric ("0", "1" or "broken": promised, but no IMEX channel),
     host (0; makes the uuids differ), shared_uuid (0),
     kernels (path of the host library), most_ctas (4; of a launch there),
     ptx (a folder of ptx.py's; instead of kernels), patience_s (150; of kernels there that wait),
@@ -24,7 +24,9 @@ that context returns it, as on a GPU.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -41,37 +43,29 @@ _FLAGS = (
 )
 
 
-def _constants() -> Iterator[str]:
+@functools.cache
+def _known() -> dict[str, int]:
+    """Every enumerator of the driver's interface."""
     from cuda.bindings import driver
 
-    results: dict[str, int] = {m.name: int(m) for m in driver.CUresult}
-    yield "enum {"
-    for name in (
-        "CUresult",
-        "CUdevResourceType",
-        "CUdevice_attribute",
-        "CUdevice_P2PAttribute",
-        "CUfunction_attribute",
-        "CUlaunchAttributeID",
-        "CUmemAccess_flags",
-        "CUmemAllocationHandleType",
-        "CUmemAllocationType",
-        "CUmemLocationType",
-        "CUmoduleLoadingMode",
-        "CUdriverProcAddressQueryResult",
-        "CUstream_flags",
-        "CUstreamCaptureMode",
-        "CUstreamCaptureStatus",
-    ):
-        members = getattr(driver, name)
+    known = {}
+    for kind in (getattr(driver, name) for name in dir(driver) if name.startswith("CU")):
         # Aliases too: which of the two lists has them depends on the release of cuda-bindings.
-        for member in sorted({*dir(members), *members.__members__}):
-            if member.startswith("CU"):
-                yield f"  {member} = {int(getattr(members, member))},"
-    yield "};"
-    yield "constexpr struct { const char* name; int value; } kResults[] = {"
-    for result, value in results.items():
-        yield f'  {{"{result}", {value}}},'
+        for member in {*dir(kind), *getattr(kind, "__members__", ())}:
+            if member.startswith("CU") and hasattr(kind, "__members__"):
+                known[member] = int(getattr(kind, member))
+    return known
+
+
+def _constants() -> Iterator[str]:
+    """Those that the sources name, and all results by name."""
+    text = "".join(path.read_text() for path in sorted(SOURCE.parent.glob("*.[ch]*")))
+    for name in sorted(set(re.findall(r"\bCU[A-Z]*_[A-Z0-9_]+\b", text)) & _known().keys()):
+        yield f"constexpr int {name} = {_known()[name]};"
+    yield "const std::map<std::string, int> kResults = {"
+    for name, value in sorted(_known().items()):
+        if name.startswith("CUDA_"):
+            yield f'  {{"{name}", {value}}},'
     yield "};"
 
 
@@ -106,21 +100,19 @@ def environment(library_dir: Path, kernels: Path | None = None, **options: Any) 
     return variables
 
 
-class LastLaunch(ctypes.Structure):
-    """struct LaunchRecord of abi.h."""
+@dataclasses.dataclass(frozen=True)
+class LastLaunch:
+    """What the driver was asked; all launches are counted."""
 
-    _fields_ = (
-        ("name", ctypes.c_char * 64),
-        ("grid", ctypes.c_uint32 * 3),
-        ("block", ctypes.c_uint32 * 3),
-        ("shared_bytes", ctypes.c_uint32),
-        ("num_attributes", ctypes.c_uint32),
-        ("pdl", ctypes.c_uint32),
-        ("args_bytes", ctypes.c_uint32),
-        ("stream", ctypes.c_uint64),
-        ("count", ctypes.c_uint64),
-        ("args", ctypes.c_uint8 * 32764),
-    )
+    name: bytes
+    grid: list[int]
+    block: list[int]
+    shared_bytes: int
+    num_attributes: int
+    pdl: int
+    stream: int
+    count: int
+    args: bytes
 
 
 class Control:
@@ -128,33 +120,36 @@ class Control:
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
-        self._library.fake_cuda_live.restype = ctypes.c_long
-        self._library.fake_cuda_captured.restype = ctypes.c_long
-        self._library.fake_cuda_last_launch.restype = ctypes.POINTER(LastLaunch)
+        self._library.fake_cuda_state.restype = ctypes.c_char_p
+
+    def _state(self) -> Any:
+        return json.loads(self._library.fake_cuda_state())
 
     def live(self) -> dict[str, int]:
         """What has not been given back, by kind."""
-        kinds = ("handles", "mappings", "reservations", "host_allocations", "allocations")
-        return {kind: self._library.fake_cuda_live(kind.encode()) for kind in kinds}
+        return dict(self._state()["live"])
 
     def modules(self) -> int:
         """Loaded and not unloaded."""
-        return int(self._library.fake_cuda_live(b"modules"))
+        return int(self._state()["modules"])
+
+    def captured(self) -> int:
+        """Launches kept for replay."""
+        return int(self._state()["captured"])
+
+    def calls(self) -> dict[str, int]:
+        """How often each function was called since the last `fail`."""
+        return dict(self._state()["calls"])
+
+    def last_launch(self) -> LastLaunch:
+        """The last one, captured or not."""
+        launch = self._state()["launch"]
+        name, args = launch["name"].encode(), bytes.fromhex(launch["args"])
+        return LastLaunch(**launch | {"name": name, "args": args})
 
     def fail(self, spec: str = "") -> None:
         """Makes calls fail from now on, counted from now; "" ends it."""
         self._library.fake_cuda_fail(spec.encode())
-
-    def calls(self) -> dict[str, int]:
-        """How often each function was called since the last `fail`."""
-        buffer = ctypes.create_string_buffer(1 << 14)
-        self._library.fake_cuda_calls(buffer, ctypes.c_size_t(len(buffer)))
-        pairs = (pair.split(":") for pair in buffer.value.decode().split(",") if pair)
-        return {name: int(count) for name, count in pairs}
-
-    def last_launch(self) -> LastLaunch:
-        """A copy of the record."""
-        return LastLaunch.from_buffer_copy(self._library.fake_cuda_last_launch().contents)
 
     def replay(self) -> None:
         """Runs what was launched in captures that have ended."""
@@ -162,19 +157,10 @@ class Control:
         assert status == 0, status
 
     def expose(self, address: int, size_bytes: int) -> None:
-        """Lets the host touch mapped device memory until it is unmapped; it cannot otherwise."""
-        status = self._library.fake_cuda_expose(
-            ctypes.c_uint64(address), ctypes.c_size_t(size_bytes)
-        )
+        """Refuses what is not mapped for any device: the host is about to have a tensor there."""
+        size = ctypes.c_size_t(size_bytes)
+        status = self._library.fake_cuda_expose(ctypes.c_uint64(address), size)
         assert status == 0, f"{size_bytes} bytes at {address:#x}: {status}"
-
-    def resident(self, major: int, threads: int, registers: int, shared_bytes: int) -> int:
-        """CTAs of such a kernel on one SM."""
-        return int(self._library.fake_cuda_resident(major, threads, registers, shared_bytes))
-
-    def captured(self) -> int:
-        """Launches kept for replay."""
-        return int(self._library.fake_cuda_captured())
 
     def forget_capture(self) -> None:
         """No launches are kept any more."""

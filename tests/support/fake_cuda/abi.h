@@ -31,28 +31,26 @@ struct LaunchConfig {
   LaunchAttribute* attributes;
   unsigned num_attributes;
 };
+// Of the struct's bytes only these two are set; bindings give it zeroed.
+struct SmResource {
+  int type;
+  unsigned char padding[92];
+  unsigned count;
+};
 static_assert(sizeof(AllocationProp) == 32 && sizeof(AccessDesc) == 12);
 static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56);
 
 struct FabricBlob {  // 64 bytes, opaque to the caller
-  uint64_t magic, size, inode;
-  int32_t pid, fd, device, domain;
-  uint8_t rest[24];
+  uint64_t inode;
+  int32_t pid, fd;
+  uint8_t rest[48];
 };
 static_assert(sizeof(FabricBlob) == 64);
-constexpr uint64_t kMagic = 0x66616b6563756461;
 
-// The last launch as Python reads it: keep in step with LastLaunch there.
-constexpr size_t kMostArgsBytes = 32764;  // of a kernel, from sm_70 and CUDA 12.1 on
-struct LaunchRecord {
-  char name[64];
-  uint32_t grid[3], block[3];
-  uint32_t shared_bytes, num_attributes, pdl, args_bytes;
-  uint64_t stream, count;
-  uint8_t args[kMostArgsBytes];
+// What `call` makes the status of the driver's function.
+struct Refused {
+  Status status;
 };
-
-#define CHECK(condition, error)     \
-  do {                              \
-    if (!(condition)) return error; \
-  } while (false)
+void require(bool holds, Status status) {
+  if (!holds) throw Refused{status};
+}

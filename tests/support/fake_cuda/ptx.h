@@ -21,8 +21,6 @@ struct PtxVariable {  // as struct ModuleMemory of runtime/generated.h
   const void* memory;
   uint64_t size;
 };
-struct PtxMachine;
-
 struct PtxLibrary {
   std::string cubin;  // the file's content
   void* handle;
@@ -30,14 +28,21 @@ struct PtxLibrary {
   // Of the library or of the machine's, which it depends on.
   template <typename Symbol>
   Symbol* get(const char* name) const {
-    return reinterpret_cast<Symbol*>(dlsym(handle, name));
+    auto* found = reinterpret_cast<Symbol*>(dlsym(handle, name));
+    if (found == nullptr) fprintf(stderr, "fake_cuda: the software GPU has no %s\n", name);
+    require(found != nullptr, CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND);
+    return found;
+  }
+  // A function of the machine, as runtime/machine.cpp exports it.
+  template <typename Result, typename... Arguments>
+  Result call(const char* name, Arguments... arguments) const {
+    return get<Result(Arguments...)>(name)(arguments...);
   }
   const PtxKernel* kernel(const std::string& name) const {
     const auto* kernels = get<const PtxKernel>("kernels");
-    for (uint32_t i = 0; i < *get<const uint32_t>("num_kernels"); ++i) {
-      if (name == kernels[i].name) return &kernels[i];
-    }
-    return nullptr;
+    const auto* end = kernels + *get<const uint32_t>("num_kernels");
+    const auto* found = std::find_if(kernels, end, [&](auto& one) { return name == one.name; });
+    return found == end ? nullptr : found;
   }
 };
 
@@ -47,31 +52,29 @@ std::string content_of(const std::filesystem::path& path) {
 }
 
 // The library of a cubin, loaded for good; null without FAKE_CUDA_PTX. Expects the lock to be held.
-Status find_ptx(const void* image, const Cubin& cubin, const PtxLibrary** out) {
-  static std::vector<std::unique_ptr<PtxLibrary>> libraries;
-  *out = nullptr;
+const PtxLibrary* find_ptx(const char* image, const Cubin& cubin) {
+  static std::map<std::filesystem::path, PtxLibrary> libraries;
   const std::string folder = option("FAKE_CUDA_PTX", "");
-  if (folder.empty()) return 0;
-  const std::string content(static_cast<const char*>(image), cubin.size());
-  for (const auto& one : libraries) {
-    if (one->cubin == content) *out = one.get();
-  }
-  if (*out != nullptr) return 0;
+  if (folder.empty()) return nullptr;
   for (const auto& entry : std::filesystem::directory_iterator(folder)) {
     std::filesystem::path path = entry.path();
-    if (path.extension() != ".cubin" || content_of(path) != content) continue;
-    void* handle = dlopen(path.replace_extension(".so").c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (handle == nullptr) fprintf(stderr, "fake_cuda: %s\n", dlerror());
-    CHECK(handle != nullptr, CUDA_ERROR_SHARED_OBJECT_INIT_FAILED);
-    libraries.push_back(std::make_unique<PtxLibrary>(PtxLibrary{content, handle}));
-    *out = libraries.back().get();
-    return 0;
+    if (path.extension() != ".cubin") continue;
+    PtxLibrary& library = libraries[path];
+    if (library.cubin.empty()) library.cubin = content_of(path);
+    // Whoever loads an image does not say how long it is; no cubin begins with another one.
+    if (!std::equal(library.cubin.begin(), library.cubin.end(), image)) continue;
+    library.handle = dlopen(path.replace_extension(".so").c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (library.handle == nullptr) fprintf(stderr, "fake_cuda: %s\n", dlerror());
+    require(library.handle != nullptr, CUDA_ERROR_SHARED_OBJECT_INIT_FAILED);
+    return &library;
   }
+  std::string names;
+  for (const auto& [name, _] : cubin.kernels) names += " " + name;
   fprintf(stderr,
           "fake_cuda: %s has no PTX of the cubin with%s; add its text to what the test gives to "
           "tests.support.fake_cuda.ptx.prepare\n",
-          folder.c_str(), cubin.kernel_names().c_str());
-  return CUDA_ERROR_FILE_NOT_FOUND;
+          folder.c_str(), names.c_str());
+  throw Refused{CUDA_ERROR_FILE_NOT_FOUND};
 }
 
 // What a driver calls a fault. A GPU does not notice all of them; a kernel may do none of them.
@@ -82,68 +85,36 @@ Status status_of(const std::string& fault) {
   return CUDA_ERROR_LAUNCH_FAILED;
 }
 
-// Functions of the machine, by the names that runtime/machine.cpp exports.
-struct PtxFunctions {
-  PtxMachine* (*create)(int ranks, uint64_t seed, int in_processes);
-  void (*destroy)(PtxMachine*);
-  void (*limit_ctas)(PtxMachine*, uint32_t most);
-  void (*limit_wait)(PtxMachine*, uint64_t ns);
-  void (*allocate)(PtxMachine*, int rank, uint64_t address, uint64_t size, const char* name);
-  void (*launch)(PtxMachine*, int rank, const PtxKernel*, const uint32_t* grid,
-                 const uint32_t* block, const void* args, uint64_t args_bytes,
-                 uint32_t shared_bytes, int pdl);
-  const char* (*run)(PtxMachine*);
-  const char* (*message)(const PtxMachine*);
-
-  explicit PtxFunctions(const PtxLibrary& library) {
-    find(library, "ptx_create", &create);
-    find(library, "ptx_destroy", &destroy);
-    find(library, "ptx_limit_ctas", &limit_ctas);
-    find(library, "ptx_limit_wait", &limit_wait);
-    find(library, "ptx_allocate", &allocate);
-    find(library, "ptx_launch", &launch);
-    find(library, "ptx_run", &run);
-    find(library, "ptx_message", &message);
-  }
-
- private:
-  template <typename Function>
-  static void find(const PtxLibrary& library, const char* name, Function* out) {
-    *out = reinterpret_cast<Function>(library.get<void>(name));
-    if (*out != nullptr) return;
-    fprintf(stderr, "fake_cuda: the software GPU has no %s; ptx.h and runtime/machine.cpp differ\n",
-            name);
-    abort();
-  }
-};
-
 // Runs launches of one device to their end, in the order of their stream. `ranges`: what they may
 // touch, besides variables of their modules.
-Status run_ptx(const std::vector<Launch>& launches, const std::vector<Range>& ranges) {
+void run_ptx(const std::vector<Launch>& launches, const std::vector<Range>& ranges) {
   static std::atomic<uint64_t> seed = 1;
-  const PtxFunctions gpu(*launches.front().ptx);
-  const auto deleter = [&](PtxMachine* machine) { gpu.destroy(machine); };
-  const std::unique_ptr<PtxMachine, decltype(deleter)> machine(gpu.create(1, seed++, 1), deleter);
-  gpu.limit_wait(machine.get(), 1'000'000'000ULL * number("FAKE_CUDA_PATIENCE_S", 150));
+  const PtxLibrary& gpu = *launches.front().ptx;
+  const auto destroy = [&](void* machine) { gpu.call<void>("ptx_destroy", machine); };
+  const std::unique_ptr<void, decltype(destroy)> owner(
+      gpu.call<void*>("ptx_create", 1, uint64_t{seed++}, 1), destroy);
+  void* machine = owner.get();
+  const uint64_t patience = 1'000'000'000ULL * number("FAKE_CUDA_PATIENCE_S", 150);
+  gpu.call<void>("ptx_limit_wait", machine, patience);
   for (const Range& one : ranges) {
-    gpu.allocate(machine.get(), 0, one.address, one.size, one.name.c_str());
+    gpu.call<void>("ptx_allocate", machine, 0, one.address, one.size, one.name.c_str());
   }
   for (const Launch& launch : launches) {
-    gpu.limit_ctas(machine.get(), launch.resident_ctas);
+    gpu.call<void>("ptx_limit_ctas", machine, launch.resident_ctas);
     if (!reaches_pageable()) {  // where they lie
       const auto* one = launch.ptx->get<const PtxVariable>("variables");
       for (; one->name != nullptr; ++one) {
-        gpu.allocate(machine.get(), 0, reinterpret_cast<Address>(one->memory), one->size,
-                     one->name);
+        gpu.call<void>("ptx_allocate", machine, 0, address_of(one->memory), one->size, one->name);
       }
     }
     const LaunchConfig& config = launch.config;
-    gpu.launch(machine.get(), 0, launch.ptx->kernel(launch.name), config.grid, config.block,
-               launch.args.data(), launch.args.size(), config.shared_bytes, launch.pdl);
+    gpu.call<void>("ptx_launch", machine, 0, launch.ptx->kernel(launch.name), &config.grid[0],
+                   &config.block[0], launch.args.data(), launch.args.size(), config.shared_bytes,
+                   int{launch.pdl});
   }
-  const char* fault = gpu.run(machine.get());
-  if (fault == nullptr) return 0;
+  const char* fault = gpu.call<const char*>("ptx_run", machine);
+  if (fault == nullptr) return;
   fprintf(stderr, "fake_cuda: device %d: %s: %s\n", launches.front().device, fault,
-          gpu.message(machine.get()));
-  return status_of(fault);
+          gpu.call<const char*>("ptx_message", machine));
+  throw Refused{status_of(fault)};
 }

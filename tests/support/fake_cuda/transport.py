@@ -94,7 +94,7 @@ class OnRanksGpu(CudaExecutor):
 
 
 @contextlib.contextmanager
-def capturing(mode: str = "GLOBAL") -> Iterator[None]:
+def capturing() -> Iterator[None]:
     """This thread's launches go to a stream of their own and are captured, for
     `control().replay()`. As torch.cuda.graph(), but that torch's kernels run at once.
 
@@ -102,10 +102,10 @@ def capturing(mode: str = "GLOBAL") -> Iterator[None]:
         DriverError: at the end, if a call meanwhile broke the capture.
     """
     api, gpu = driver.api(), _gpu_of_process()
-    mode_of_driver = getattr(api.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode}")
     with driver.on_device(gpu):
         stream = driver.call("cuStreamCreate", api.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        driver.call("cuStreamBeginCapture", stream, mode_of_driver)
+        mode = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+        driver.call("cuStreamBeginCapture", stream, mode)
     _current.stream = int(stream)
     try:
         yield
