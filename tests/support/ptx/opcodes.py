@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from .text import TYPE_BYTES, Instruction, UnknownPtxError
+
+if TYPE_CHECKING:
+    from .translate import Context
 
 ORDERS = {
     "weak": "kWeak",
@@ -28,36 +31,6 @@ SPACES = {
     "shared::cta": "kShared",
     "param": "kParam",
 }
-
-
-class Context(Protocol):
-    """What an emitter asks of its entry (translate.py)."""
-
-    def value(self, operand: str, kind: str) -> str:
-        """C++ that reads an operand as a type; floating types are float or double."""
-        ...
-
-    def assign(self, operand: str, kind: str, value: str) -> str:
-        """A C++ statement that writes to a register; a narrower value is extended by its type."""
-        ...
-
-    def address(self, operand: str, space: str) -> str:
-        """C++ of `[register + offset]` or `[symbol + offset]`, as 64 bits."""
-        ...
-
-    def site(self, kind: str, order: str = "kWeak", scope: str = "kNone") -> str:
-        """C++ of a new entry in the table of sites."""
-        ...
-
-    def pause(self, status: str) -> str:
-        """A place at which the thread stops and goes on: always, or when it is tired."""
-        ...
-
-    def block(self, meets: str) -> str:
-        """Waits unless `meets` says that nobody is missing; the thread goes on after it."""
-        ...
-
-    def branch(self, label: str) -> str: ...
 
 
 class Modifiers:
@@ -91,7 +64,7 @@ class Modifiers:
         return UnknownPtxError(what, self._instruction.line, self._instruction.text)
 
 
-Emitter = Callable[[Context, Instruction], str]
+Emitter = Callable[["Context", Instruction], str]
 OPCODES: dict[str, Emitter] = {}
 
 
@@ -207,7 +180,7 @@ def _pause_before(context: Context, space: str, order: str) -> str:
 def _place(context: Context, operand: str, space: str) -> str:
     """C++ of (space, whether it is generic, address)."""
     known = f"Space::{space or 'kGlobal'}, {'false' if space else 'true'}"
-    return f"{known}, {context.address(operand, space)}"
+    return f"{known}, {context.address(operand)}"
 
 
 @emits("ld")
@@ -320,7 +293,7 @@ def _mbarrier(context: Context, instruction: Instruction) -> str:
     *target, place, given = instruction.operands
     if does == "arrive" and target != ["_"]:
         raise modifiers.error("unknown result")
-    values = f"{context.address(place, 'kShared')}, {context.value(given, 'u32')}"
+    values = f"{context.address(place)}, {context.value(given, 'u32')}"
     if does == "init":
         return f"init_copies(t, {context.site('kStore')}, {values});"
     pause = context.pause("kPolls")
@@ -337,10 +310,7 @@ def _cp(context: Context, instruction: Instruction) -> str:
     if instruction.modifiers != wanted:
         raise modifiers.error("unknown copy")
     target, source, count, barrier = instruction.operands
-    places = ", ".join(
-        context.address(place, space)
-        for place, space in ((target, "kShared"), (source, "kGlobal"), (barrier, "kShared"))
-    )
+    places = ", ".join(context.address(place) for place in (target, source, barrier))
     copy = f"start_copy(t, {context.site('kLoad')}, {places}, {context.value(count, 'u32')});"
     return f"{context.pause('kPaused')} {copy}"
 
@@ -436,7 +406,7 @@ def _griddepcontrol(context: Context, instruction: Instruction) -> str:
     if instruction.modifiers == ("wait",):
         site = context.site("kGridWait")
         wait = context.block(f"wait_for_grid(t, {site})")
-        done = "races::on_grid_wait(t); clocks::on_grid_wait(t);"
+        done = "if (kRaces) races::on_grid_wait(t); if (kClock) clocks::on_grid_wait(t);"
         return f"if ({site}.removed == 0) {{ {wait} {done} }}"
     if instruction.modifiers != ("launch_dependents",):
         raise Modifiers(instruction).error("unknown modifier")
