@@ -331,6 +331,7 @@ void finish(Warp& warp, const Meeting& meeting, WarpOp op, Thread& last) {
     Thread& thread = *warp.lanes[lane];
     all[count++] = &thread;
     thread.result = common;
+    thread.result_predicate = common == thread.lane;  // of elect
     if (op == WarpOp::kMatchAny) {
       thread.result = lanes_alike(meeting, lane);
     } else if (is_shuffle) {
