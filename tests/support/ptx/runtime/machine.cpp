@@ -509,13 +509,34 @@ void run(Machine& machine) {
 
 // ---- C functions. Those that can fail return the kind of the fault, or null.
 
-extern "C" {
-
 struct ptx_machine {
   ptx::Machine machine;
   std::string kind;
   std::string message;
 };
+
+// Returns the kind of the fault, or null. After a fault all streams are empty.
+template <class Body>
+static const char* guarded(ptx_machine* machine, Body body) {
+  try {
+    body();
+    return nullptr;
+  } catch (const ptx::Fault& fault) {
+    machine->kind = fault.kind;
+    machine->message = fault.what();
+  }
+  machine->machine.ready.clear();
+  machine->machine.copies.clear();
+  machine->machine.late_words.clear();
+  machine->machine.late.clear();
+  for (ptx::Rank& rank : machine->machine.ranks) {
+    rank.stream.clear();
+    rank.taken = 0;
+  }
+  return machine->kind.c_str();
+}
+
+extern "C" {
 
 ptx_machine* ptx_create(int num_ranks, uint64_t seed, int in_processes) {
   return new ptx_machine{ptx::Machine(num_ranks, seed, in_processes != 0), "", ""};
@@ -577,28 +598,9 @@ void ptx_launch(ptx_machine* machine, int rank, const ptx::Kernel* kernel, const
   owner.stream.push_back(std::move(launch));
 }
 
-static const char* guarded(ptx_machine* machine, void (*body)(ptx_machine*)) {
-  try {
-    body(machine);
-    return nullptr;
-  } catch (const ptx::Fault& fault) {
-    machine->kind = fault.kind;
-    machine->message = fault.what();
-  }
-  machine->machine.ready.clear();
-  machine->machine.copies.clear();
-  machine->machine.late_words.clear();
-  machine->machine.late.clear();
-  for (ptx::Rank& rank : machine->machine.ranks) {
-    rank.stream.clear();
-    rank.taken = 0;
-  }
-  return machine->kind.c_str();
-}
-
-// Until every stream is empty. After a fault the streams are empty too.
+// Until every stream is empty.
 const char* ptx_run(ptx_machine* machine) {
-  return guarded(machine, [](ptx_machine* it) { ptx::run(it->machine); });
+  return guarded(machine, [&] { ptx::run(machine->machine); });
 }
 
 const char* ptx_message(const ptx_machine* machine) {
@@ -606,14 +608,9 @@ const char* ptx_message(const ptx_machine* machine) {
 }
 
 const char* ptx_host(ptx_machine* machine, int rank, uint64_t address, uint64_t bytes, int writes) {
-  try {
+  return guarded(machine, [&] {
     if (ptx::kRaces) ptx::races::on_host(machine->machine, rank, address, bytes, writes != 0);
-    return nullptr;
-  } catch (const ptx::Fault& fault) {
-    machine->kind = fault.kind;
-    machine->message = fault.what();
-    return machine->kind.c_str();
-  }
+  });
 }
 
 }  // extern "C"
