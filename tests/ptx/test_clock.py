@@ -185,7 +185,7 @@ class Ranks:
     def ns(self, name: str, a: int, b: int, *, grid: int = 1, block: int = 1) -> float:
         """How long one kernel of rank 0 takes after its launch."""
         self.launch(name, a, b, grid=grid, block=block)
-        return self.run()[0].end_ns - BEGIN
+        return float(self.run()[0].end_ns - BEGIN)
 
 
 @pytest.fixture

@@ -387,6 +387,11 @@ _UNKNOWN = {
     "cvt.rzi.f32.f32 %r0, %r1;": "unknown types",
     "mov.u32 %r0;": "ValueError",
     "st.async.release.cta.shared.b64 [%r0], %word0;": "st.async is a release",
+    "cp.async.bulk.global.shared::cta.bulk_group [%word0], [%r0], 16;": "unknown copy",
+    "mbarrier.arrive.shared::cta.b64 _, [%r0], 1;": "unknown barrier",
+    "mbarrier.test_wait.parity.shared::cta.b64 %p0, [%r0], 0;": "",
+    "fence.proxy.alias;": "unknown proxy",
+    "fence.proxy.async;": "unknown proxy",
 }
 
 

@@ -16,15 +16,12 @@ from .text import TYPE_BYTES, Instruction, UnknownPtxError
 if TYPE_CHECKING:
     from .translate import Context
 
+#: PTX -> the runtime's name (hooks.h).
 ORDERS = {
-    "weak": "kWeak",
-    "relaxed": "kRelaxed",
-    "acquire": "kAcquire",
-    "release": "kRelease",
-    "acq_rel": "kAcqRel",
-    "sc": "kSc",
+    name: f"k{name.title().replace('_', '')}"
+    for name in ("weak", "relaxed", "acquire", "release", "acq_rel", "sc")
 }
-SCOPES = {"cta": "kCta", "gpu": "kGpu", "sys": "kSys"}
+SCOPES = {name: f"k{name.title()}" for name in ("cta", "gpu", "sys")}
 SPACES = {
     "global": "kGlobal",
     "shared": "kShared",
