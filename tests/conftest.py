@@ -32,7 +32,6 @@ PATIENT = (
     "tests/ptx/test_mutants.py",
     "tests/kernels/test_assembly.py",
     "tests/kernels/test_sanitizers.py",
-    "tests/litmus/test_ptx_model_properties.py",
     "tests/kernels/test_every_nvrtc.py",
     "tests/architecture/",
     "tests/litmus/",

@@ -1,4 +1,4 @@
-"""Designs as litmus programs: two of the kernels, and others, which the kernels are not.
+"""What lies in one word of the kernels and what in two, as litmus programs.
 
 The kernels' own text is not here: tests/ptx/test_mutants.py runs it, and tests/ptx/test_axioms.py
 makes programs of what no run can tell.
@@ -9,25 +9,6 @@ from __future__ import annotations
 import pytest
 
 from tests.litmus.program import Program
-
-COUNTED_OUT = """
-    gpu0.cta0.t1: st.weak row, 1; bar.sync
-    gpu0.cta0.t0: bar.sync; {before} atom.relaxed.gpu.add first=0, arrivals, 1
-    gpu0.cta1.t0: {before} atom.relaxed.gpu.add last=1, arrivals, 1; {fence}; st.relaxed.sys flag, 1
-    gpu1.cta0.t0: ld.acquire.sys seen=1, flag; ld.weak got, row
-"""
-
-
-@pytest.mark.parametrize("fence", ["fence.acq_rel.sys", "fence.sc.sys"])
-def test_a_fence_in_the_last_cta_only_lets_a_peer_read_stale_rows(fence: str) -> None:
-    """The way of the libraries we compare with (PROTOCOL.md of the design, section 2, row 1)."""
-    assert Program(COUNTED_OUT.format(before="", fence=fence)).allows(got=0)
-
-
-def test_a_fence_in_every_cta_is_the_other_right_way() -> None:
-    mended = Program(COUNTED_OUT.format(before="fence.acq_rel.gpu;", fence="fence.acq_rel.sys"))
-    assert mended.reachable()
-    assert not mended.allows(got=0)
 
 
 def test_count_and_epoch_in_one_word_arrive_together() -> None:

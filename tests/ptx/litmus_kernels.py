@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from tests.litmus.program import Program, Step
 from tests.litmus.ptx_model import Event, Place
-from tests.support.ptx.build import Kernel, Library
+from tests.support.ptx.build import Library, Site
 from tests.support.ptx.machine import Machine, RaceError
 
 #: Bytes from one place of memory to the next.
@@ -33,12 +33,12 @@ class LitmusKernels:
         for step in self.program.steps:
             if step.event.place is not None:
                 self.threads.setdefault(step.event.place, []).append(step)
+        #: (gpu, kernel), in the order of the streams -> its threads.
+        self.kernels: dict[tuple[int, int], list[Place]] = {}
+        for place in sorted(self.threads, key=lambda place: (place.gpu, place.kernel)):
+            self.kernels.setdefault((place.gpu, place.kernel), []).append(place)
         units = dict.fromkeys(unit for step in self.program.steps for unit in step.event.units)
         self.offsets = {unit: number * STRIDE for number, unit in enumerate(units)}
-
-    def kernels(self) -> list[tuple[int, int]]:
-        """(gpu, kernel) in the order of the streams."""
-        return sorted({(place.gpu, place.kernel) for place in self.threads})
 
     def entry(self, gpu: int, kernel: int) -> str:
         """Name of a kernel's entry."""
@@ -46,14 +46,11 @@ class LitmusKernels:
 
     def ptx(self) -> str:
         """Entries of all kernels."""
-        return "".join(self._entry(*each) for each in self.kernels())
-
-    def _places(self, gpu: int, kernel: int) -> list[Place]:
-        return [place for place in self.threads if (place.gpu, place.kernel) == (gpu, kernel)]
+        return "".join(self._entry(*each) for each in self.kernels)
 
     def _entry(self, gpu: int, kernel: int) -> str:
         ctas: dict[int, list[Place]] = {}
-        for place in self._places(gpu, kernel):
+        for place in self.kernels[gpu, kernel]:
             ctas.setdefault(place.cta, []).append(place)
         numbers = itertools.count(4)
         body = "\n".join(line for each in ctas.values() for line in self._cta(each, numbers))
@@ -118,10 +115,9 @@ class LitmusKernels:
             otherwise = f"bra $poll_{target[2:]}" if polls else "ret"
             yield f"setp.ne.u32 %p1, {target}, {step.expected[0]};\n@%p1 {otherwise};"
 
-    def sites(self, library: Library) -> Iterator[tuple[Kernel, tuple[int, int]]]:
-        """Each kernel of this program, and whose it is."""
-        for each in self.kernels():
-            yield library[self.entry(*each)], each
+    def sites(self, library: Library) -> list[Site]:
+        """Of all kernels of this program."""
+        return [site for each in self.kernels for site in library[self.entry(*each)].sites]
 
     def run(self, library: Library, seed: int) -> None:
         """One run of all GPUs' streams. Raises what the machine finds."""
@@ -131,8 +127,7 @@ class LitmusKernels:
         with Machine(gpus, seed=seed, races=True) as machine:
             for unit, offset in self.offsets.items():
                 machine.allocate(0, address + offset, 4, unit)
-            for gpu, kernel in self.kernels():
-                places = self._places(gpu, kernel)
+            for (gpu, kernel), places in self.kernels.items():
                 machine.launch(
                     gpu,
                     library[self.entry(gpu, kernel)],

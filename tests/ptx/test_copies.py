@@ -22,7 +22,6 @@ from tests.support.ptx.machine import (
     RaceError,
     UninitialisedError,
 )
-from tests.support.ptx.text import UnknownPtxError
 
 SEEDS = range(12)
 THREADS, WORDS = 64, 128
@@ -186,19 +185,3 @@ def test_a_mistake_is_reported(name: str) -> None:
     program, kind = MISTAKES[name]
     with pytest.raises(kind):
         run_all(program, races=True)
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint",
-        "cp.async.bulk.global.shared::cta.bulk_group",
-        "mbarrier.arrive.shared::cta.b64",
-        "mbarrier.test_wait.parity.shared::cta.b64",
-        "fence.proxy.alias",
-        "fence.proxy.async",
-    ],
-)
-def test_other_forms_are_unknown(form: str) -> None:
-    with pytest.raises(UnknownPtxError):
-        build.load(instead(COPY, COPY.replace(COPY.split()[0], form)))

@@ -163,25 +163,6 @@ def read_words(address: int, count: int) -> list[int]:
 # The launch.
 
 
-def shapes() -> dict[str, list[int]]:
-    found = {}
-    for ctas, threads in ((3, 96), (3, 64), (1, 96), (2, 33)):
-        address = words(range(300))
-        driver.call(*launch("turn", configured((ctas, 1, 1), (threads, 1, 1)), address))
-        found[f"{ctas} {threads}"] = read_words(address, 300)
-    return found
-
-
-def test_ctas_and_threads_are_those_of_the_launch(in_driver: Callable[..., Any]) -> None:
-    for shape, seen in in_driver(shapes).items():
-        ctas, threads = map(int, shape.split())
-        expected = list(range(300))
-        for cta in range(ctas):
-            part = slice(cta * threads, (cta + 1) * threads)
-            expected[part] = expected[part][::-1]
-        assert seen == expected, shape
-
-
 def dimensions() -> list[int]:
     address = words([0] * (2 * 3 * 2 * 4 * 3 * 5))
     driver.call(*launch("where", configured((2, 3, 2), (4, 3, 5)), address))

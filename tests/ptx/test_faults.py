@@ -106,7 +106,7 @@ _WRONG: dict[str, tuple[str, type[PtxError], str]] = {
 
 def _entry(name: str) -> str:
     begin = f"setp.eq.u32 %p7, %tid, 5;\nld.param.u64 %short, [{name}_short];\n"
-    text = one.entry(name, begin + _WRONG[name][0], ".reg .b64 %short;")
+    text = one.entry(name, ".reg .b64 %short;\n" + begin + _WRONG[name][0])
     return text.replace(f"{name}_results)", f"{name}_results, .param .u64 {name}_short)")
 
 
@@ -125,31 +125,33 @@ def _arrays() -> list[one.Words]:
 @pytest.mark.parametrize("name", _WRONG)
 def test_what_is_wrong_is_reported(name: str, library: build.Library) -> None:
     _body, error, message = _WRONG[name]
-    with one.Bench(library) as bench:
+    arrays = _arrays()
+    with Machine(1, seed=1) as machine:
         for _ in range(2):  # the machine and the library go on after a report
             with pytest.raises(error, match=message) as raised:
-                bench.run_on(name, _arrays(), (1, 1, 1), (one.THREADS, 1, 1))
+                one.run(machine, library[name], arrays)
             assert type(raised.value) is error
 
 
 def test_released_memory_is_out_of_bounds(library: build.Library) -> None:
     arrays = _arrays()
+    kernel = library["waits_for_nobody"]
     params = bytes((ctypes.c_uint64 * 3)(*(array.ctypes.data for array in arrays)))
-    with one.Bench(library) as bench:
-        bench.machine.allocate(0, arrays[0].ctypes.data, arrays[0].nbytes, "released")
-        bench.machine.release(arrays[0].ctypes.data)
-        bench.machine.launch(0, library["waits_for_nobody"], 1, 32, params)
+    with Machine(1, seed=1) as machine:
+        machine.allocate(0, arrays[0].ctypes.data, arrays[0].nbytes, "released")
+        machine.release(arrays[0].ctypes.data)
+        machine.launch(0, kernel, 1, 32, params)
         with pytest.raises(OutOfBoundsError, match="lie in no allocation"):
-            bench.machine.run()
+            machine.run()
 
 
 def test_what_does_not_fit_the_machine_is_refused(library: build.Library) -> None:
     kernel = library["waits_for_nobody"]
-    with one.Bench(library) as bench:
+    with Machine(1) as machine:
         with pytest.raises(ValueError, match="takes 24 bytes of parameters, not 8"):
-            bench.machine.launch(0, kernel, 1, 32, bytes(8))
+            machine.launch(0, kernel, 1, 32, bytes(8))
         with pytest.raises(ValueError, match="load it with the machine's"):
-            bench.machine.launch(0, kernel._replace(mode=(True, False)), 1, 32, bytes(24))
+            machine.launch(0, kernel._replace(mode=(True, False)), 1, 32, bytes(24))
 
 
 _STUCK = """extern "C" __global__ void stuck(volatile unsigned* word) {

@@ -42,10 +42,9 @@ from moe_nvlink_plugin.verify.cases import Case
 from tests.support import emulated, head_ranks, users_form
 from tests.support.emulated import EmulatedRanks
 from tests.support.head_ranks import Call, Round
-from tests.support.ptx import build, mutants, survivors
+from tests.support.ptx import mutants, survivors
 from tests.support.ptx.backend import PtxBackend, unchanged
 from tests.support.ptx.head import PtxHeadRanks
-from tests.support.ptx.machine import PtxError
 from tests.support.ptx.mutants import Mutant
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
@@ -465,22 +464,20 @@ def head_build(kernel: Kernel[Any]) -> Build:
 
 
 @contextlib.contextmanager
-def running_head(
-    seed: int, rewrite: Callable[[str], str] = unchanged
-) -> Iterator[tuple[PtxHeadRanks, list[Call]]]:
+def running_head(seed: int) -> Iterator[tuple[PtxHeadRanks, list[Call]]]:
     """The ranks, and what they bring to a round."""
     generator = torch.Generator().manual_seed(seed)
     calls = head_ranks.make_calls(HEAD_CONFIG, (4, 1, 3), generator, splits=2)
-    ranks = PtxHeadRanks(HEAD_CONFIG, seed=seed, rewrite=rewrite, **OPTIONS)
+    ranks = PtxHeadRanks(HEAD_CONFIG, seed=seed, **OPTIONS)
     try:
         yield ranks, calls
     finally:
         ranks.close()
 
 
-def head_rounds(seed: int, rewrite: Callable[[str], str] = unchanged) -> None:
+def head_rounds(seed: int) -> None:
     """Rounds with all ranks, against torch."""
-    with running_head(seed, rewrite) as (ranks, calls):
+    with running_head(seed) as (ranks, calls):
         for _ in range(ROUNDS):
             head_ranks.check(calls, HEAD_ROUND, ranks.run(calls, HEAD_ROUND))
 
@@ -747,36 +744,3 @@ def test_tables_name_mutants() -> None:
     needed = [str(mutant) for mutant in every if redundant_of(mutant) is None]
     for pattern in itertools.chain(*PAIRS.values()):
         assert any(re.search(pattern, name) for name in needed), pattern
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        r"head_gather_body: cta\.sync\(\);.*: removed",
-        r"arrive_last: .*order relaxed",
-        r"signal_peer: .*scope gpu",
-    ],
-)
-def test_table_of_sites_is_as_good_as_the_text(pattern: str) -> None:
-    """The same report as from the PTX with the change made by hand."""
-    gather = head_build(HEAD.kernels[0])
-    every = mutants.mutants_of(gather, ARCHITECTURE)
-    (mutant,) = (each for each in every if re.search(pattern, str(each)))
-    by_table = mutants.find(mutant, [functools.partial(head_rounds, SEEDS[0])])
-    assert by_table is not None
-
-    def edited(ptx: str) -> str:
-        return mutant.edit(ptx) if f".entry {mutant.kernel.name}(" in ptx else ptx
-
-    old = mutant.site.text
-    new = " ".join(edited_line(gather, mutant).split()).rstrip(";")
-    with pytest.raises(PtxError) as by_text:
-        head_rounds(SEEDS[0], rewrite=edited)
-    assert by_text.type.__name__ == by_table.kind
-    assert str(by_text.value) == by_table.message.replace(old, new)
-
-
-def edited_line(made: Build, mutant: Mutant) -> str:
-    """The instruction as the mutant has it."""
-    text = mutant.edit(build.ptx_of(made.text(), ARCHITECTURE))
-    return text.split("\n")[mutant.site.line - 1]

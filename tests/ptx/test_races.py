@@ -235,8 +235,7 @@ def test_message_passing(stored_as: str, loaded_as: str, place: str, shapes: Sha
 
 def flag_sites(kernels: LitmusKernels, library: build.Library) -> list[build.Site]:
     """The store and the load of the flag."""
-    sites = [site for kernel, _ in kernels.sites(library) for site in kernel.sites]
-    return [site for site in sites if ".sys" in site.text]
+    return [site for site in kernels.sites(library) if ".sys" in site.text]
 
 
 # ---- random programs

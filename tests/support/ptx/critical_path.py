@@ -55,12 +55,14 @@ class _Step(ctypes.Structure):
     ]
 
 
-class _Launch(ctypes.Structure):
+class Launch(ctypes.Structure):
+    """A launch that has ended; times in ns since the first launch was enqueued."""
+
     _fields_ = [
         ("rank", ctypes.c_int32),
         ("number", ctypes.c_uint32),
-        ("begin", ctypes.c_double),
-        ("end", ctypes.c_double),
+        ("begin_ns", ctypes.c_double),
+        ("end_ns", ctypes.c_double),
         ("step", ctypes.c_uint32),
     ]
 
@@ -81,16 +83,6 @@ class Mirror(NamedTuple):
     also_stride: int
     bytes: int
     peers: int
-
-
-class Launch(NamedTuple):
-    """A launch that has ended; times in ns since the first launch was enqueued."""
-
-    rank: int
-    number: int
-    begin_ns: float
-    end_ns: float
-    step: int
 
 
 @dataclass(frozen=True)
@@ -142,7 +134,7 @@ class Clock:
         for name, result in (
             ("costs", ctypes.c_char_p),
             ("steps", ctypes.POINTER(_Step)),
-            ("launches", ctypes.POINTER(_Launch)),
+            ("launches", ctypes.POINTER(Launch)),
         ):
             getattr(self._runtime, f"ptx_clock_{name}").restype = result
         names = self._runtime.ptx_clock_costs().decode().split()
@@ -168,10 +160,7 @@ class Clock:
 
     def launches(self) -> list[Launch]:
         """Return the launches that have ended, in the order of their ends."""
-        return [
-            Launch(each.rank, each.number, each.begin, each.end, each.step)
-            for each in self._list("launches")
-        ]
+        return [Launch.from_buffer_copy(each) for each in self._list("launches")]
 
     def path(self, launch: Launch) -> list[Step]:
         """Return what the end of a launch waited for, first to last; the times are contiguous."""

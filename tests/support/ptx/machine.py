@@ -45,18 +45,7 @@ class RaceError(PtxError):
 class TrapError(PtxError): ...
 
 
-_FAULTS = {
-    each.__name__.removesuffix("Error"): each
-    for each in (
-        OutOfBoundsError,
-        MisalignedError,
-        UninitialisedError,
-        DivergenceError,
-        DeadlockError,
-        RaceError,
-        TrapError,
-    )
-}
+_FAULTS = {each.__name__.removesuffix("Error"): each for each in PtxError.__subclasses__()}
 
 
 @functools.cache

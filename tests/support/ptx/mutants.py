@@ -63,19 +63,6 @@ class Mutant(NamedTuple):
         finally:
             self.site.reset()
 
-    def edit(self, ptx: str) -> str:
-        """The same change, made to the text that the kernel was translated from."""
-        lines = ptx.split("\n")
-        line = lines[self.site.line - 1]
-        if self.attribute == "removed":
-            changed = ""
-        else:
-            old = f".{getattr(self.site, self.attribute)}."
-            changed = line.replace(old, f".{self.value}.", 1)
-        assert changed != line, f"{self} is not in {line!r}"
-        lines[self.site.line - 1] = changed
-        return "\n".join(lines)
-
 
 class Finding(NamedTuple):
     """What a mutant was reported as."""

@@ -9,55 +9,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from .text import TYPE_BYTES, Instruction, UnknownPtxError
 
+if TYPE_CHECKING:
+    from .translate import Context
+
+#: PTX -> the runtime's name (hooks.h).
 ORDERS = {
-    "weak": "kWeak",
-    "relaxed": "kRelaxed",
-    "acquire": "kAcquire",
-    "release": "kRelease",
-    "acq_rel": "kAcqRel",
-    "sc": "kSc",
+    name: f"k{name.title().replace('_', '')}"
+    for name in ("weak", "relaxed", "acquire", "release", "acq_rel", "sc")
 }
-SCOPES = {"cta": "kCta", "gpu": "kGpu", "sys": "kSys"}
+SCOPES = {name: f"k{name.title()}" for name in ("cta", "gpu", "sys")}
 SPACES = {
     "global": "kGlobal",
     "shared": "kShared",
     "shared::cta": "kShared",
     "param": "kParam",
 }
-
-
-class Context(Protocol):
-    """What an emitter asks of its entry (translate.py)."""
-
-    def value(self, operand: str, kind: str) -> str:
-        """C++ that reads an operand as a type; floating types are float or double."""
-        ...
-
-    def assign(self, operand: str, kind: str, value: str) -> str:
-        """A C++ statement that writes to a register; a narrower value is extended by its type."""
-        ...
-
-    def address(self, operand: str, space: str) -> str:
-        """C++ of `[register + offset]` or `[symbol + offset]`, as 64 bits."""
-        ...
-
-    def site(self, kind: str, order: str = "kWeak", scope: str = "kNone") -> str:
-        """C++ of a new entry in the table of sites."""
-        ...
-
-    def pause(self, status: str) -> str:
-        """A place at which the thread stops and goes on: always, or when it is tired."""
-        ...
-
-    def block(self, meets: str) -> str:
-        """Waits unless `meets` says that nobody is missing; the thread goes on after it."""
-        ...
-
-    def branch(self, label: str) -> str: ...
 
 
 class Modifiers:
@@ -91,7 +61,7 @@ class Modifiers:
         return UnknownPtxError(what, self._instruction.line, self._instruction.text)
 
 
-Emitter = Callable[[Context, Instruction], str]
+Emitter = Callable[["Context", Instruction], str]
 OPCODES: dict[str, Emitter] = {}
 
 
@@ -207,7 +177,7 @@ def _pause_before(context: Context, space: str, order: str) -> str:
 def _place(context: Context, operand: str, space: str) -> str:
     """C++ of (space, whether it is generic, address)."""
     known = f"Space::{space or 'kGlobal'}, {'false' if space else 'true'}"
-    return f"{known}, {context.address(operand, space)}"
+    return f"{known}, {context.address(operand)}"
 
 
 @emits("ld")
@@ -320,7 +290,7 @@ def _mbarrier(context: Context, instruction: Instruction) -> str:
     *target, place, given = instruction.operands
     if does == "arrive" and target != ["_"]:
         raise modifiers.error("unknown result")
-    values = f"{context.address(place, 'kShared')}, {context.value(given, 'u32')}"
+    values = f"{context.address(place)}, {context.value(given, 'u32')}"
     if does == "init":
         return f"init_copies(t, {context.site('kStore')}, {values});"
     pause = context.pause("kPolls")
@@ -337,10 +307,7 @@ def _cp(context: Context, instruction: Instruction) -> str:
     if instruction.modifiers != wanted:
         raise modifiers.error("unknown copy")
     target, source, count, barrier = instruction.operands
-    places = ", ".join(
-        context.address(place, space)
-        for place, space in ((target, "kShared"), (source, "kGlobal"), (barrier, "kShared"))
-    )
+    places = ", ".join(context.address(place) for place in (target, source, barrier))
     copy = f"start_copy(t, {context.site('kLoad')}, {places}, {context.value(count, 'u32')});"
     return f"{context.pause('kPaused')} {copy}"
 
@@ -385,50 +352,31 @@ def _meet(context: Context, kind: str, operation: str, mask: str, values: str) -
     return context.block(f"meet_in_warp(t, {site}, WarpOp::{operation}, {members}, {values})")
 
 
-@emits("shfl")
-def _shfl(context: Context, instruction: Instruction) -> str:
-    modifiers = Modifiers(instruction)
-    kind, _ = modifiers.type(), modifiers.has("sync")
-    mode = modifiers.one_of("bfly", "idx")
-    modifiers.end()
-    target, value, by, clamp, mask = instruction.operands
-    target, _, predicate = target.partition("|")
-    values = ", ".join(context.value(each, "u32") for each in (value, by, clamp))
-    got = context.assign(target, kind, "static_cast<uint32_t>(t.result)")
-    if predicate:
-        got += context.assign(predicate, "pred", "t.result_predicate")
-    return f"{_meet(context, 'kWarp', f'kShuffle{mode.title()}', mask, values)} {got}"
+_MEETINGS = {
+    "shfl.sync.bfly.b32": "kShuffleBfly",
+    "shfl.sync.idx.b32": "kShuffleIdx",
+    "redux.sync.add.s32": "kAdd",
+    "redux.sync.min.u32": "kMin",
+    "redux.sync.max.u32": "kMax",
+    "vote.sync.ballot.b32": "kBallot",
+    "match.any.sync.b32": "kMatchAny",
+    "elect.sync": "kElect",
+}
 
 
-@emits("redux", "vote", "match")
-def _reduced(context: Context, instruction: Instruction) -> str:
-    operations = {
-        "redux.sync.add.s32": "kAdd",
-        "redux.sync.min.u32": "kMin",
-        "redux.sync.max.u32": "kMax",
-        "vote.sync.ballot.b32": "kBallot",
-        "match.any.sync.b32": "kMatchAny",
-    }
-    operation = operations.get(".".join((instruction.opcode, *instruction.modifiers)))
+@emits("shfl", "redux", "vote", "match", "elect")
+def _meeting(context: Context, instruction: Instruction) -> str:
+    operation = _MEETINGS.get(".".join((instruction.opcode, *instruction.modifiers)))
     if operation is None:
         raise Modifiers(instruction).error("unknown meeting")
-    target, value, mask = instruction.operands
-    given = context.value(value, "pred" if operation == "kBallot" else "u32")
+    target, *given, mask = instruction.operands
+    kind = "pred" if operation == "kBallot" else "u32"
+    values = ", ".join(context.value(each, kind) for each in given) or "0"
+    target, _, predicate = target.partition("|")
     got = context.assign(target, "b32", "static_cast<uint32_t>(t.result)")
-    return f"{_meet(context, 'kWarp', operation, mask, given)} {got}"
-
-
-@emits("elect")
-def _elect(context: Context, instruction: Instruction) -> str:
-    """PTX leaves open which lane is elected; here it is the lowest one of the mask."""
-    modifiers = Modifiers(instruction)
-    modifiers.has("sync")
-    modifiers.end()
-    target, mask = instruction.operands
-    leader, _, predicate = target.partition("|")
-    got = context.assign(leader, "b32", "static_cast<uint32_t>(t.result)")
-    elected = context.assign(predicate, "pred", "t.result == t.lane")
-    return f"{_meet(context, 'kWarp', 'kElect', mask, '0')} {got} {elected}"
+    if predicate:
+        got += context.assign(predicate, "pred", "t.result_predicate")
+    return f"{_meet(context, 'kWarp', operation, mask, values)} {got}"
 
 
 @emits("griddepcontrol")
@@ -436,7 +384,7 @@ def _griddepcontrol(context: Context, instruction: Instruction) -> str:
     if instruction.modifiers == ("wait",):
         site = context.site("kGridWait")
         wait = context.block(f"wait_for_grid(t, {site})")
-        done = "races::on_grid_wait(t); clocks::on_grid_wait(t);"
+        done = "if (kRaces) races::on_grid_wait(t); if (kClock) clocks::on_grid_wait(t);"
         return f"if ({site}.removed == 0) {{ {wait} {done} }}"
     if instruction.modifiers != ("launch_dependents",):
         raise Modifiers(instruction).error("unknown modifier")
@@ -471,11 +419,18 @@ def _nanosleep(context: Context, instruction: Instruction) -> str:
 
 # ---- integers
 
-#: opcode -> operands (T: of the type, B: of its bits, U: u32, P: a predicate), and C++ of what is
-#: computed: of the type, or of its bits where the first operand is B.
+#: Opcode and modifiers but the type -> operands (T: of the type, B: of its bits, U: u32, P: a
+#: predicate, W: of twice its bits), and C++ of what is computed: of the type, or of its bits where
+#: the first operand is B, or of twice its bits.
 _COMPUTED = {
     "add": ("BB", "{0} + {1}"),
     "sub": ("BB", "{0} - {1}"),
+    "mul.lo": ("BB", "{0} * {1}"),
+    "mul.hi": ("TT", "high_product({0}, {1})"),
+    "mul.wide": ("TT", "wide_product({0}, {1})"),
+    "mad.lo": ("BBB", "{0} * {1} + {2}"),
+    "mad.wide": ("TTW", "wide_product({0}, {1}) + {2}"),
+    "neg": ("B", "0 - {0}"),
     "and": ("TT", "{0} & {1}"),
     "or": ("TT", "{0} | {1}"),
     "xor": ("TT", "{0} ^ {1}"),
@@ -486,94 +441,41 @@ _COMPUTED = {
     "max": ("TT", "std::max<{T}>({0}, {1})"),
     "shl": ("TU", "shifted_left<{T}>({0}, {1})"),
     "shr": ("TU", "shifted_right<{T}>({0}, {1})"),
+    "shf.l.wrap": ("UUU", "funnel({0}, {1}, {2})"),
     "bfi": ("TTUU", "inserted<{T}>({0}, {1}, {2}, {3})"),
+    # How far up the highest bit can move; all ones where there is none.
+    "bfind.shiftamt": ("U", "({0} == 0 ? ~0u : static_cast<uint32_t>(std::countl_zero({0})))"),
     "prmt": ("UUU", "permuted({0}, {1}, {2})"),
     "brev": ("T", "reversed({0})"),
     "selp": ("BBP", "{2} ? {0} : {1}"),
     "copysign": ("BB", "({0} & {sign}) | ({1} & ~{sign})"),
 }
+#: The same of floating types, whose bits are enough for it.
+_OF_BITS = {"selp": "", "copysign": "", "neg": "{0} ^ {sign}", "abs": "{0} & ~{sign}"}
 
 
-@emits(*_COMPUTED)
+@emits("mul", "mad", "shf", "bfind", "abs", *(name for name in _COMPUTED if "." not in name))
 def _computed(context: Context, instruction: Instruction) -> str:
     modifiers = Modifiers(instruction)
     kind = modifiers.type()
-    types, formula = _COMPUTED[instruction.opcode]
-    if is_float(kind) and instruction.opcode in _FORMULAS:
+    raw, name = f"b{bits(kind)}", ".".join((instruction.opcode, *instruction.modifiers[:-1]))
+    if is_float(kind) and name not in _OF_BITS:
         return _real(context, instruction)
-    modifiers.end()
-    if is_float(kind) and types[0] != "B":
-        raise modifiers.error("unknown type")
-    raw = f"b{bits(kind)}"
-    of = {"T": kind, "B": raw, "U": "u32", "P": "pred"}
+    types, formula = _COMPUTED.get(name, ("B", ""))
+    if is_float(kind):
+        formula = _OF_BITS[name] or formula
+    elif not formula:
+        raise modifiers.error("unknown form")
+    wide = f"{kind[0]}{2 * bits(kind)}"
+    of = {"T": kind, "B": raw, "U": "u32", "P": "pred", "W": wide}
     target, *sources = instruction.operands
     values = [context.value(each, of[letter]) for each, letter in zip(sources, types, strict=True)]
     sign = f"static_cast<{unsigned(raw)}>(1ull << {bits(raw) - 1})"
-    if kind == "pred" and instruction.opcode == "not":
+    if kind == "pred" and name == "not":
         formula = "!{0}"
     value = formula.format(*values, T=signed_type(kind), sign=sign)
-    return context.assign(target, raw if types[0] == "B" else kind, value)
-
-
-@emits("mul", "mad")
-def _mul(context: Context, instruction: Instruction) -> str:
-    modifiers = Modifiers(instruction)
-    kind = modifiers.type()
-    if is_float(kind):
-        return _real(context, instruction)
-    mode = modifiers.one_of("lo", "hi", "wide")
-    modifiers.end()
-    target, a, b, *added = instruction.operands
-    product = f"static_cast<{_wide(kind)}>({context.value(a, kind)}) * {context.value(b, kind)}"
-    result = kind
-    if mode == "hi":
-        product = f"static_cast<{signed_type(kind)}>(({product}) >> {bits(kind)})"
-    elif mode == "wide":
-        result = f"{kind[0]}{2 * bits(kind)}"
-    elif bits(kind) == 64:
-        product = f"{context.value(a, 'u64')} * {context.value(b, 'u64')}"
-    if added:
-        product = f"static_cast<uint64_t>({product}) + {context.value(added[0], result)}"
-    return context.assign(target, result, product)
-
-
-def _wide(kind: str) -> str:
-    sign = "" if kind.startswith("s") else "unsigned "
-    return f"{sign}__int128" if bits(kind) == 64 else f"{'' if sign == '' else 'u'}int64_t"
-
-
-@emits("shf")
-def _shf(context: Context, instruction: Instruction) -> str:
-    if instruction.modifiers != ("l", "wrap", "b32"):
-        raise Modifiers(instruction).error("unknown shift")
-    target, *sources = instruction.operands
-    values = ", ".join(context.value(each, "u32") for each in sources)
-    return context.assign(target, "u32", f"funnel({values})")
-
-
-@emits("bfind")
-def _bfind(context: Context, instruction: Instruction) -> str:
-    """How far up the highest bit can move; all ones where there is none."""
-    if instruction.modifiers != ("shiftamt", "u32"):
-        raise Modifiers(instruction).error("unknown search")
-    target, source = instruction.operands
-    value = context.value(source, "u32")
-    leading = f"static_cast<uint32_t>(std::countl_zero({value}))"
-    return context.assign(target, "u32", f"({value} == 0 ? ~0u : {leading})")
-
-
-@emits("abs", "neg")
-def _sign(context: Context, instruction: Instruction) -> str:
-    modifiers = Modifiers(instruction)
-    kind = modifiers.type()
-    modifiers.end()
-    target, source = instruction.operands
-    if kind == "f32":
-        operator = "& ~" if instruction.opcode == "abs" else "^ "
-        return context.assign(target, "b32", f"{context.value(source, 'b32')} {operator}(1u << 31)")
-    if not kind.startswith("s") or instruction.opcode == "abs":
-        raise modifiers.error("unknown type")
-    return context.assign(target, kind, f"0 - static_cast<uint64_t>({context.value(source, kind)})")
+    result = wide if name.endswith(".wide") else raw if types[0] == "B" else kind
+    return context.assign(target, result, value)
 
 
 # ---- floating point

@@ -1,13 +1,13 @@
 """Gives the registers of an entry places in a small file: those that live at one time differ.
 
 A thread's registers lie in memory, and a launch has many threads: NVRTC's PTX has a register for
-each value, some thousands of which at most a hundred live at once.
+each value, some thousands of which at most a few hundred live at once.
 """
 
 from __future__ import annotations
 
+import heapq
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .text import TYPE_BYTES, Entry, Instruction, Label
@@ -60,114 +60,64 @@ def _touched(
 
 
 def allocate(entry: Entry) -> Allocation:
-    """Linear scan over the hulls of live ranges, which are found by data flow."""
-    numbers = {name: number for number, name in enumerate(entry.registers)}
-    first, last = _hulls(entry, numbers)
+    """A linear scan: registers whose spans do not overlap may have one place."""
     places: dict[str, tuple[int, int]] = {}
     counts: dict[int, int] = {}
     free: dict[int, list[int]] = {}
-    ending: dict[int, list[str]] = {}
-    by_start: dict[int, list[str]] = {}
-    for name in first:
-        by_start.setdefault(first[name], []).append(name)
-        ending.setdefault(last[name], []).append(name)
-    for position in range(len(entry.body)):
-        for name in by_start.get(position, []):
-            width = max(1, TYPE_BYTES[entry.registers[name]])
-            width = 2 if width == 1 and entry.registers[name] != "pred" else width
-            spare = free.setdefault(width, [])
-            if not spare:
-                spare.append(counts.get(width, 0))
-                counts[width] = counts.get(width, 0) + 1
-            places[name] = (width, spare.pop())
+    running: list[tuple[int, str]] = []  # (its last position, name), a heap
+    spans = _spans(entry)
+    for name in sorted(spans, key=lambda name: spans[name]):
+        first, last = spans[name]
         # What ends here is free from the next position on: an instruction's own registers differ.
-        for name in ending.get(position, []):
-            width, index = places[name]
+        while running and running[0][0] < first:
+            width, index = places[heapq.heappop(running)[1]]
             free[width].append(index)
+        kind = entry.registers[name]
+        width = 1 if kind == "pred" else max(2, TYPE_BYTES[kind])
+        spare = free.setdefault(width, [])
+        if not spare:
+            spare.append(counts.get(width, 0))
+            counts[width] = counts.get(width, 0) + 1
+        places[name] = (width, spare.pop())
+        heapq.heappush(running, (last, name))
     return Allocation(places, dict(sorted(counts.items(), reverse=True)))
 
 
-def _hulls(entry: Entry, numbers: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-    """First and last position at which each register lives."""
-    touched = [
-        _touched(each, entry.registers) if isinstance(each, Instruction) else ([], [])
-        for each in entry.body
-    ]
-    blocks = list(_blocks(entry))
-    live_in = _live_in(entry, blocks, touched, numbers)
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
+def _spans(entry: Entry) -> dict[str, tuple[int, int]]:
+    """Positions from one on to another one between which each register may hold what is needed.
 
-    def live(name: str, position: int) -> None:
-        first[name] = min(first.get(name, position), position)
-        last[name] = max(last.get(name, position), position)
-
-    names = list(numbers)
-    for number, (start, end, successors) in enumerate(blocks):
-        out = 0
-        for successor in successors:
-            out |= live_in[successor]
-        for mask, position in ((live_in[number], start), (out, end - 1)):
-            while mask:
-                lowest = mask & -mask
-                live(names[lowest.bit_length() - 1], position)
-                mask ^= lowest
-        for position in range(start, end):
-            for name in (*touched[position][0], *touched[position][1]):
-                live(name, position)
-    return first, last
-
-
-def _blocks(entry: Entry) -> Iterator[tuple[int, int, list[int]]]:
-    """(begin, end, successors) of the basic blocks, in order."""
-    body = entry.body
-    starts = {0} | {n for n, each in enumerate(body) if isinstance(each, Label)}
-    starts |= {
-        n + 1
-        for n, each in enumerate(body)
-        if isinstance(each, Instruction) and each.opcode in ("bra", "ret", "exit")
-    }
-    ordered = sorted(start for start in starts if start < len(body))
-    number_at = {start: number for number, start in enumerate(ordered)}
-    labels = {each.name: number_at[n] for n, each in enumerate(body) if isinstance(each, Label)}
-    for number, start in enumerate(ordered):
-        end = ordered[number + 1] if number + 1 < len(ordered) else len(body)
-        final = body[end - 1]
-        successors = []
-        falls_through = True
-        if isinstance(final, Instruction) and final.opcode in ("bra", "ret", "exit"):
-            falls_through = bool(final.guard)
-            if final.opcode == "bra":
-                successors.append(labels[final.operands[0]])
-        if falls_through and end < len(body):
-            successors.append(number + 1)
-        yield start, end, successors
+    From where it stands first in the text to where it stands last, and all of each loop that this
+    has a part of; but of no loop if it is written and read without a label or a branch between.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    passing: set[str] = set()  # across labels or branches
+    labels: dict[str, int] = {}
+    loops: list[tuple[int, int]] = []
+    since = 0  # the last label or branch
+    for position, each in enumerate(entry.body):
+        if isinstance(each, Label):
+            labels[each.name] = since = position
+            continue
+        reads, writes = _touched(each, entry.registers)
+        passing |= {name for name in reads if name not in found}
+        for name in (*reads, *writes):
+            first = found.get(name, (position, position))[0]
+            found[name] = (first, position)
+            if first < since:
+                passing.add(name)
+        if each.opcode in ("bra", "ret", "exit"):
+            since = position + 1
+        if each.opcode == "bra" and each.operands[0] in labels:
+            loops.append((labels[each.operands[0]], position))
+    for name in passing:
+        found[name] = _over(loops, *found[name])
+    return found
 
 
-def _live_in(
-    entry: Entry,
-    blocks: list[tuple[int, int, list[int]]],
-    touched: list[tuple[list[str], list[str]]],
-    numbers: dict[str, int],
-) -> list[int]:
-    """The registers that live at the begin of each block, as bits."""
-    reads, kills = [0] * len(blocks), [0] * len(blocks)
-    for number, (start, end, _) in enumerate(blocks):
-        for position in range(start, end):
-            for name in touched[position][0]:
-                bit = 1 << numbers[name]
-                reads[number] |= bit & ~kills[number]
-            for name in touched[position][1]:
-                kills[number] |= 1 << numbers[name]
-    live = list(reads)
-    changed = True
-    while changed:
-        changed = False
-        for number in reversed(range(len(blocks))):
-            out = 0
-            for successor in blocks[number][2]:
-                out |= live[successor]
-            now = reads[number] | (out & ~kills[number])
-            if now != live[number]:
-                live[number], changed = now, True
-    return live
+def _over(loops: list[tuple[int, int]], first: int, last: int) -> tuple[int, int]:
+    """The span with every loop that it, or what it then is, has a part of."""
+    grown = (first, last)
+    for begin, end in loops:
+        if begin <= last and first <= end:
+            grown = (min(grown[0], begin), max(grown[1], end))
+    return grown if grown == (first, last) else _over(loops, *grown)

@@ -41,7 +41,7 @@ def to_cpp(ptx: str) -> str:
     used = set(re.findall(r"[$%_a-zA-Z][$\w]*", " ".join(_operands(module))))
     variables = {each.name: each for each in module.variables if each.name in used}
     parts = [_initialised(each) for each in variables.values()]
-    parts += [_Function(entry, variables).text() for entry in module.entries]
+    parts += [Context(entry, variables).text() for entry in module.entries]
     kernels = ",\n".join(f"    kernel_{_safe(entry.name)}" for entry in module.entries)
     memory = "".join(
         f'    {{"{each.name}", {_safe(each.name)}, {max(1, each.size)}}},\n'
@@ -89,8 +89,8 @@ def _immediate(text: str) -> int:
 
 
 @dataclass
-class _Function:
-    """One entry. It is the Context of the emitters."""
+class Context:
+    """One entry: its text, and what emitters (opcodes.py) ask of it."""
 
     entry: Entry
     module_variables: dict[str, Variable]
@@ -110,9 +110,10 @@ class _Function:
         self._now: Instruction | None = None
         self._find_backward_branches()
 
-    # ---- Context
+    # ---- for emitters
 
     def value(self, operand: str, kind: str) -> str:
+        """C++ that reads an operand as a type; floating types are float or double."""
         if operand.startswith("!"):
             return f"!{self.value(operand[1:], kind)}"
         if operand in _SPECIAL:
@@ -143,6 +144,7 @@ class _Function:
         return f"({text} != 0)" if kind == "pred" else _cast(kind, text)
 
     def assign(self, operand: str, kind: str, value: str) -> str:
+        """A C++ statement that writes to a register; a narrower value is extended by its type."""
         if operand == "_":
             return f"static_cast<void>({value});"
         if kind == "pred":
@@ -154,7 +156,8 @@ class _Function:
         narrow = f"static_cast<{opcodes.signed_type(kind)}>({value})"
         return f"{self._register(operand)} = static_cast<{container}>({narrow});"
 
-    def address(self, operand: str, space: str) -> str:
+    def address(self, operand: str) -> str:
+        """C++ of `[register + offset]` or `[symbol + offset]`, as 64 bits."""
         found = re.fullmatch(r"\[\s*([^+\]]+?)\s*(?:\+\s*(-?\w+))?\s*\]", operand)
         if found is None:
             now = self._now
@@ -172,6 +175,7 @@ class _Function:
         return operand in self.entry.registers and self._kind_of(operand).endswith("32")
 
     def site(self, kind: str, order: str = "kWeak", scope: str = "kNone") -> str:
+        """C++ of a new entry in the table of sites."""
         now = self._now
         assert now is not None
         text = re.sub(r"\s+", " ", now.text).replace("\\", "").replace('"', "'")
@@ -182,6 +186,7 @@ class _Function:
         return f"S[{len(self.sites) - 1}]"
 
     def pause(self, status: str) -> str:
+        """A place at which the thread stops and goes on: always, or when it is tired."""
         number = self._resume()
         stop = f"t.pc = {number}; return Status::{status};"
         if status == "kPaused":
@@ -189,6 +194,7 @@ class _Function:
         return f"{stop} case {number}:;"
 
     def block(self, meets: str) -> str:
+        """Waits unless `meets` says that nobody is missing; the thread goes on after it."""
         number = self._resume()
         return f"t.pc = {number}; if (!{meets}) return Status::kBlocked; case {number}:;"
 

@@ -31,8 +31,6 @@ struct CopyBarrier;
 // What an instruction costs by; `kMemory`, `kMeeting` and `kFence` are told again by their hooks.
 enum class Class : uint8_t { kAlu, kSlow, kMemory, kMeeting, kFence, kBranch };
 
-#if PTX_CLOCK
-
 namespace clocks {
 
 // The names of the table's rows; what each means stands there. Times in ns, sizes in bytes.
@@ -251,48 +249,14 @@ void on_launch_start(Launch& launch);
 void on_launch_end(Launch& launch);
 void on_grid_launch(Thread& thread);
 void on_grid_wait(Thread& thread);
-uint64_t timer_ns(const Thread& thread, uint64_t machine_ns);
+uint64_t timer_ns(const Thread& thread);
 bool is_ahead(const Thread& thread);
 Thread* pick(Machine& machine, std::vector<Thread*>& ready);
-constexpr bool kCopiesAtOnce = true;
 void on_copy(Thread& thread, const Access& from, CopyBarrier& barrier);
 void on_arrival(Thread& thread, CopyBarrier& barrier);
 void on_phase_end(CopyBarrier& barrier);
 void on_phase_asked(Thread& thread, CopyBarrier& barrier, uint32_t parity, bool ended,
                     const Site& site);
 }  // namespace clocks
-
-#else
-
-struct ThreadClock {};
-struct CtaClock {};
-struct LaunchClock {};
-struct AllocationClock {};
-struct RankClock {};
-struct MachineClock {};
-struct CopyBarrierClock {};
-
-namespace clocks {
-constexpr bool kCopiesAtOnce = false;
-inline void on_copy(Thread&, const Access&, CopyBarrier&) {}
-inline void on_arrival(Thread&, CopyBarrier&) {}
-inline void on_phase_end(CopyBarrier&) {}
-inline void on_phase_asked(Thread&, CopyBarrier&, uint32_t, bool, const Site&) {}
-inline void on_access(Thread&, const Access&) {}
-inline void on_fence(Thread&, const Site&) {}
-inline void on_barrier(Thread* const*, int) {}
-inline void on_warp(Thread* const*, int, const Site&) {}
-inline void on_thread_start(Thread&) {}
-inline void on_thread_end(Thread&) {}
-inline void on_launch_start(Launch&) {}
-inline void on_launch_end(Launch&) {}
-inline void on_grid_launch(Thread&) {}
-inline void on_grid_wait(Thread&) {}
-inline uint64_t timer_ns(const Thread&, uint64_t machine_ns) {
-  return machine_ns;
-}
-}  // namespace clocks
-
-#endif
 
 }  // namespace ptx

@@ -23,8 +23,8 @@ CopyBarrier& barrier_at(Thread& thread, Site& site, uint64_t place) {
 
 void end_phase_if_complete(CopyBarrier& barrier) {
   if (barrier.missing != 0 || barrier.bytes != 0) return;
-  races::on_phase_end(barrier);
-  clocks::on_phase_end(barrier);
+  if (kRaces) races::on_phase_end(barrier);
+  if (kClock) clocks::on_phase_end(barrier);
   ++barrier.phase;
   barrier.missing = barrier.expected;
 }
@@ -36,7 +36,7 @@ void land(Machine& machine, const Copy& copy) {
   std::fill_n(cta.shared_written.data() + copy.target, copy.bytes, uint8_t{1});
   CopyBarrier& barrier = cta.copy_barriers.at(copy.barrier);
   barrier.bytes -= copy.bytes;
-  races::on_landed(barrier, copy);
+  if (kRaces) races::on_landed(barrier, copy);
   end_phase_if_complete(barrier);
   machine.progress();
 }
@@ -59,13 +59,13 @@ void init_copies(Thread& thread, Site& site, uint64_t place, uint32_t arrivals) 
   CopyBarrier& barrier = thread.cta->copy_barriers[static_cast<uint32_t>(place)];
   barrier = {};
   barrier.expected = barrier.missing = arrivals;
-  races::on_init_copies(thread, barrier);
+  if (kRaces) races::on_init_copies(thread, barrier);
 }
 
 void expect_copies(Thread& thread, Site& site, uint64_t place, uint32_t bytes) {
   CopyBarrier& barrier = barrier_at(thread, site, place);
   reach(thread, {place, kBarrierBytes, Space::kShared, true, true, &site, nullptr}, false);
-  clocks::on_arrival(thread, barrier);
+  if (kClock) clocks::on_arrival(thread, barrier);
   barrier.bytes += bytes;
   --barrier.missing;
   end_phase_if_complete(barrier);
@@ -77,8 +77,9 @@ bool have_landed(Thread& thread, Site& site, uint64_t place, uint32_t parity) {
   // A phase that has not ended tells nothing.
   if (ended)
     reach(thread, {place, kBarrierBytes, Space::kShared, true, false, &site, nullptr}, false);
-  if (ended && site.order == Order::kAcquire) races::on_phase_seen(thread, barrier, parity & 1U);
-  clocks::on_phase_asked(thread, barrier, parity & 1U, ended, site);
+  if (kRaces && ended && site.order == Order::kAcquire)
+    races::on_phase_seen(thread, barrier, parity & 1U);
+  if (kClock) clocks::on_phase_asked(thread, barrier, parity & 1U, ended, site);
   return ended;
 }
 
@@ -95,15 +96,15 @@ void start_copy(Thread& thread, Site& site, uint64_t target, uint64_t source, ui
   const auto found = cta.copy_barriers.find(static_cast<uint32_t>(barrier));
   if (found == cta.copy_barriers.end()) fail_unwritten(thread, to, 0);
   Copy copy{&cta, static_cast<uint32_t>(target), static_cast<uint32_t>(barrier), source, bytes, {}};
-  races::check_initialised(thread, site, found->second);
-  races::on_copy(thread, from, to, found->second, copy.races);
-  clocks::on_copy(thread, from, found->second);
-  if (clocks::kCopiesAtOnce) return land(*thread.machine, copy);
+  if (kRaces) races::check_initialised(thread, site, found->second);
+  if (kRaces) races::on_copy(thread, from, to, found->second, copy.races);
+  if (kClock) clocks::on_copy(thread, from, found->second);
+  if (kClock) return land(*thread.machine, copy);
   thread.machine->copies.push_back(copy);
 }
 
 void fence_copies(Thread& thread, Site& site, Space space) {
-  if (site.removed == 0) races::on_proxy_fence(thread, space);
+  if (kRaces && site.removed == 0) races::on_proxy_fence(thread, space);
 }
 
 }  // namespace ptx

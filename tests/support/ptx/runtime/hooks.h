@@ -5,6 +5,10 @@
 
 namespace ptx {
 
+// The mode of a runtime and of the libraries that it runs.
+constexpr bool kRaces = PTX_RACES != 0;
+constexpr bool kClock = PTX_CLOCK != 0;
+
 enum class Order : uint8_t { kWeak, kRelaxed, kAcquire, kRelease, kAcqRel, kSc };
 enum class Scope : uint8_t { kNone, kCta, kGpu, kSys };
 enum class Space : uint8_t { kGlobal, kShared, kParam };

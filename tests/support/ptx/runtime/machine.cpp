@@ -128,8 +128,8 @@ void begin_cta(Launch& launch) {
                   i / launch.block[0] / launch.block[1]};
     thread.registers = cta->registers.data() + static_cast<size_t>(i) * kernel.register_bytes;
     thread.budget = 1 + machine.random() % 4096;
-    races::on_thread_start(thread);
-    clocks::on_thread_start(thread);
+    if (kRaces) races::on_thread_start(thread);
+    if (kClock) clocks::on_thread_start(thread);
     machine.wake(&thread);
   }
   machine.ranks[launch.rank].taken += launch.place();
@@ -144,7 +144,7 @@ void begin_all(Machine& machine, Rank& rank) {
     if (!launch->begun) {
       if (!may_begin(*launch)) return;
       launch->begun = true;
-      clocks::on_launch_start(*launch);
+      if (kClock) clocks::on_launch_start(*launch);
     }
     while (launch->next_cta < launch->num_ctas()) {
       if (rank.taken + launch->place() > 1 + kRounding) return;
@@ -165,8 +165,8 @@ void end_launch(Machine& machine, Rank& rank) {
   for (size_t i = machine.late_words.size(); i-- > 0;) {
     if (machine.late_words[i].launch == rank.stream.front().get()) let_come(machine, i);
   }
-  races::on_launch_end(*rank.stream.front());
-  clocks::on_launch_end(*rank.stream.front());
+  if (kRaces) races::on_launch_end(*rank.stream.front());
+  if (kClock) clocks::on_launch_end(*rank.stream.front());
   const std::unique_ptr<Launch> ended = std::move(rank.stream.front());
   rank.stream.pop_front();
   if (rank.stream.empty()) return;
@@ -187,8 +187,8 @@ void end_thread(Thread& thread) {
   Machine& machine = *thread.machine;
   thread.ended = true;
   machine.progress();
-  races::on_thread_end(thread);
-  clocks::on_thread_end(thread);
+  if (kRaces) races::on_thread_end(thread);
+  if (kClock) clocks::on_thread_end(thread);
   thread.warp->live &= ~(1U << thread.lane);
   for (const Meeting& meeting : thread.warp->meetings) {
     if ((meeting.mask >> thread.lane & 1U) != 0) {
@@ -227,7 +227,7 @@ bool wait_for_grid(Thread& thread, Site& site) {
 }
 
 void let_dependents_start(Thread& thread) {
-  clocks::on_grid_launch(thread);
+  if (kClock) clocks::on_grid_launch(thread);
   if (thread.cta->lets_dependents_start) return;
   thread.cta->lets_dependents_start = true;
   if (--thread.launch->ctas_without_dependents == 0) {
@@ -245,7 +245,7 @@ uint64_t host_ns() {
 
 uint64_t timer_ns(const Thread& thread) {
   if (thread.machine->in_processes) return host_ns();
-  return clocks::timer_ns(thread, thread.machine->timer_ns);
+  return thread.machine->timer_ns + (kClock ? clocks::timer_ns(thread) : 0);
 }
 
 // ---- meetings
@@ -267,8 +267,8 @@ void check_barrier(Cta& cta) {
   std::vector<Thread*> all;
   all.swap(barrier.arrived);
   barrier.sites.clear();
-  races::on_barrier(all.data(), static_cast<int>(all.size()));
-  clocks::on_barrier(all.data(), static_cast<int>(all.size()));
+  if (kRaces) races::on_barrier(all.data(), static_cast<int>(all.size()));
+  if (kClock) clocks::on_barrier(all.data(), static_cast<int>(all.size()));
   for (Thread* thread : all) {
     thread->waits_at = nullptr;
     cta.launch->machine->wake(thread);
@@ -331,6 +331,7 @@ void finish(Warp& warp, const Meeting& meeting, WarpOp op, Thread& last) {
     Thread& thread = *warp.lanes[lane];
     all[count++] = &thread;
     thread.result = common;
+    thread.result_predicate = common == thread.lane;  // of elect
     if (op == WarpOp::kMatchAny) {
       thread.result = lanes_alike(meeting, lane);
     } else if (is_shuffle) {
@@ -346,8 +347,8 @@ void finish(Warp& warp, const Meeting& meeting, WarpOp op, Thread& last) {
     thread.waits_at = nullptr;
     if (&thread != &last) last.machine->wake(&thread);
   }
-  if (op == WarpOp::kBarrier) races::on_barrier(all.data(), count);
-  clocks::on_warp(all.data(), count, *meeting.site);
+  if (kRaces && op == WarpOp::kBarrier) races::on_barrier(all.data(), count);
+  if (kClock) clocks::on_warp(all.data(), count, *meeting.site);
 }
 
 }  // namespace
@@ -461,11 +462,7 @@ Thread* pick_at_random(Machine& machine) {
 }
 
 void take_turn(Machine& machine) {
-#if PTX_CLOCK
-  Thread& thread = *clocks::pick(machine, machine.ready);
-#else
-  Thread& thread = *pick_at_random(machine);
-#endif
+  Thread& thread = kClock ? *clocks::pick(machine, machine.ready) : *pick_at_random(machine);
   const Status status = thread.launch->kernel->run(thread);
   if (status == Status::kEnded) {
     end_thread(thread);
@@ -512,13 +509,34 @@ void run(Machine& machine) {
 
 // ---- C functions. Those that can fail return the kind of the fault, or null.
 
-extern "C" {
-
 struct ptx_machine {
   ptx::Machine machine;
   std::string kind;
   std::string message;
 };
+
+// Returns the kind of the fault, or null. After a fault all streams are empty.
+template <class Body>
+static const char* guarded(ptx_machine* machine, Body body) {
+  try {
+    body();
+    return nullptr;
+  } catch (const ptx::Fault& fault) {
+    machine->kind = fault.kind;
+    machine->message = fault.what();
+  }
+  machine->machine.ready.clear();
+  machine->machine.copies.clear();
+  machine->machine.late_words.clear();
+  machine->machine.late.clear();
+  for (ptx::Rank& rank : machine->machine.ranks) {
+    rank.stream.clear();
+    rank.taken = 0;
+  }
+  return machine->kind.c_str();
+}
+
+extern "C" {
 
 ptx_machine* ptx_create(int num_ranks, uint64_t seed, int in_processes) {
   return new ptx_machine{ptx::Machine(num_ranks, seed, in_processes != 0), "", ""};
@@ -580,28 +598,9 @@ void ptx_launch(ptx_machine* machine, int rank, const ptx::Kernel* kernel, const
   owner.stream.push_back(std::move(launch));
 }
 
-static const char* guarded(ptx_machine* machine, void (*body)(ptx_machine*)) {
-  try {
-    body(machine);
-    return nullptr;
-  } catch (const ptx::Fault& fault) {
-    machine->kind = fault.kind;
-    machine->message = fault.what();
-  }
-  machine->machine.ready.clear();
-  machine->machine.copies.clear();
-  machine->machine.late_words.clear();
-  machine->machine.late.clear();
-  for (ptx::Rank& rank : machine->machine.ranks) {
-    rank.stream.clear();
-    rank.taken = 0;
-  }
-  return machine->kind.c_str();
-}
-
-// Until every stream is empty. After a fault the streams are empty too.
+// Until every stream is empty.
 const char* ptx_run(ptx_machine* machine) {
-  return guarded(machine, [](ptx_machine* it) { ptx::run(it->machine); });
+  return guarded(machine, [&] { ptx::run(machine->machine); });
 }
 
 const char* ptx_message(const ptx_machine* machine) {
@@ -609,14 +608,9 @@ const char* ptx_message(const ptx_machine* machine) {
 }
 
 const char* ptx_host(ptx_machine* machine, int rank, uint64_t address, uint64_t bytes, int writes) {
-  try {
-    ptx::races::on_host(machine->machine, rank, address, bytes, writes != 0);
-    return nullptr;
-  } catch (const ptx::Fault& fault) {
-    machine->kind = fault.kind;
-    machine->message = fault.what();
-    return machine->kind.c_str();
-  }
+  return guarded(machine, [&] {
+    if (ptx::kRaces) ptx::races::on_host(machine->machine, rank, address, bytes, writes != 0);
+  });
 }
 
 }  // extern "C"

@@ -242,12 +242,18 @@ struct Machine {
   }
 };
 
-// ---- what generated code calls
-
 // "rank 1 launch 2 (moe_nvlink_combine) CTA 3 thread 17, PTX line 812 (source line 90): bar.sync 0"
 std::string place_of(const Thread& thread, const Site* site);
 [[noreturn]] void fail(const Thread& thread, const Site* site, const char* kind,
                        const std::string& what);
+
+}  // namespace ptx
+
+#include "detector.h"
+
+namespace ptx {
+
+// ---- what generated code calls
 
 // False: the thread has to wait; its result is there when it goes on.
 bool meet_at_barrier(Thread& thread, Site& site);
@@ -279,9 +285,7 @@ void fail_alignment(const Thread& thread, const Access& access);
 void fail_unwritten(const Thread& thread, const Access& access, uint32_t offset);
 
 inline bool tired(Thread& thread) {
-#if PTX_CLOCK
-  return clocks::is_ahead(thread);
-#endif
+  if (kClock) return clocks::is_ahead(thread);
   if (--thread.budget != 0) return false;
   thread.budget = 1 + thread.machine->random() % 4096;
   return true;
@@ -339,8 +343,8 @@ inline void note_write(Thread& thread, Space space) {
 inline unsigned char* reach(Thread& thread, Access access, bool generic) {
   unsigned char* memory = locate(thread, access, generic);
   if (access.space == Space::kGlobal || access.space == Space::kShared) {
-    races::on_access(thread, access);
-    clocks::on_access(thread, access);
+    if (kRaces) races::on_access(thread, access);
+    if (kClock) clocks::on_access(thread, access);
     if (access.writes) note_write(thread, access.space);
   }
   return memory;
@@ -392,13 +396,12 @@ inline void store_part(Thread& thread, Site& site, Space space, bool generic, ui
 // because a thread that has not seen it has not learnt from it; the clock has times of its own.
 inline void store_async(Thread& thread, Site& site, Space space, bool generic, uint64_t address,
                         const uint64_t* value) {
-#if PTX_RACES || PTX_CLOCK
-  store<uint64_t, 1>(thread, site, space, generic, address, value);
-#else
+  if constexpr (kRaces || kClock) {
+    return store<uint64_t, 1>(thread, site, space, generic, address, value);
+  }
   const Access access{address, sizeof(uint64_t), space, false, true, &site, nullptr};
   auto* to = reinterpret_cast<uint64_t*>(reach(thread, access, generic));
   thread.machine->late_words.push_back({thread.launch, to, *value});
-#endif
 }
 
 // Returns what the word was.
@@ -413,8 +416,8 @@ inline Element fetch_add(Thread& thread, Site& site, Space space, bool generic, 
 inline void fence(Thread& thread, Site& site) {
   if (site.removed != 0) return;
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
-  races::on_fence(thread, site);
-  clocks::on_fence(thread, site);
+  if (kRaces) races::on_fence(thread, site);
+  if (kClock) clocks::on_fence(thread, site);
 }
 
 }  // namespace ptx

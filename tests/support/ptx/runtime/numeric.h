@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 namespace ptx {
 
@@ -144,6 +145,20 @@ inline Integer remainder_of(Integer a, Integer b) {
   if (b == 0) return a;
   if (static_cast<Integer>(-1) < 0 && b == static_cast<Integer>(-1)) return 0;
   return a % b;
+}
+
+// Of twice the bits; of 128 nobody takes more than the upper half.
+template <class Integer>
+inline auto wide_product(Integer a, Integer b) {
+  constexpr bool is_signed = static_cast<Integer>(-1) < 0;
+  using Long = std::conditional_t<is_signed, int64_t, uint64_t>;
+  using Longest = std::conditional_t<is_signed, __int128, unsigned __int128>;
+  using Wide = std::conditional_t<sizeof(Integer) == 8, Longest, Long>;
+  return static_cast<Wide>(a) * static_cast<Wide>(b);
+}
+template <class Integer>
+inline Integer high_product(Integer a, Integer b) {
+  return static_cast<Integer>(wide_product(a, b) >> (8 * sizeof(Integer)));
 }
 
 template <class Unsigned>
