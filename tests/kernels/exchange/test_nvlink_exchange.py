@@ -18,9 +18,9 @@ from moe_nvlink_plugin.errors import ExchangeTimeoutError
 from moe_nvlink_plugin.transport import nvlink
 from moe_nvlink_plugin.verify import cases, compare
 from moe_nvlink_plugin.verify.cases import Case, Seen
-from tests.core.launch.test_cuda_launch import stand_in
 from tests.support import fake_cuda
 from tests.support.fake_cuda import ptx
+from tests.support.fake_cuda.processes import stand_in
 from tests.support.fake_cuda.transport import install
 from tests.support.ranks import run_processes
 

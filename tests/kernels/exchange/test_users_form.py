@@ -16,10 +16,10 @@ from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.exchange.kernels import LAYER
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.verify import cases
-from tests.core.launch.test_cuda_launch import in_driver
 from tests.gpu.test_users_form import MANY
 from tests.support import emulated, fake_cuda, real_path, users_form
 from tests.support import ranks as processes
+from tests.support.fake_cuda.processes import Driven
 from tests.support.fake_cuda.transport import capturing
 from tests.support.long_tests import first_of
 
@@ -97,10 +97,10 @@ def _by_driver() -> None:
 
 
 @pytest.mark.parametrize("pdl", first_of(["1", "0"]))
-def test_on_the_stand_in_driver(pdl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_stand_in_driver(pdl: str, driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
     monkeypatch.setenv("MOE_NVLINK_PDL", pdl)
-    in_driver(_by_driver, tmp_path, monkeypatch)
+    driven(_by_driver)
 
 
 # These checks can fail.
