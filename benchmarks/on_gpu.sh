@@ -3,7 +3,7 @@
 #
 #   benchmarks/on_gpu.sh smoke          5 min: moe-nvlink verify, first tests, and first numbers
 #   benchmarks/on_gpu.sh numbers        9 min: constants of the clock, the benchmarks, ncu
-#   benchmarks/on_gpu.sh breadth        9 min: all of verify, GPU tests, sanitizers, litmus programs
+#   benchmarks/on_gpu.sh breadth        9 min: all of verify, GPU tests, sanitizers
 #   benchmarks/on_gpu.sh vllm           6 min: vLLM's MoE kernel, and its engine, with our exchange
 #   benchmarks/on_gpu.sh again NAME...  steps of these by name: what was mended, once more
 #   --rehearse  before the stage: the same steps, small, on CPU ranks and the stand-in for the driver

@@ -64,7 +64,7 @@ def archived(folder: Path) -> dict[str, Any]:
 # The stages, small, from the first command to the last.
 
 #: What a machine without a GPU cannot do: tests that are skipped.
-NOT_HERE = {"real", "cases", "rounds", "forms", "planted-bugs", "litmus"}
+NOT_HERE = {"real", "cases", "rounds", "forms", "planted-bugs"}
 
 
 @pytest.mark.parametrize("stage", ["smoke", "numbers", "breadth"])

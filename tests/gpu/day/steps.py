@@ -167,7 +167,6 @@ BREADTH = (
     ),
     *(_watched(tool) for tool in ("racecheck", "memcheck", "synccheck", "initcheck")),
     _tests("planted-bugs", 35, "tests/gpu/test_sanitizers.py -k the_tool_looks"),
-    _tests("litmus", 20, "tests/gpu/test_litmus.py -s"),
 )
 
 #: By itself: `benchmarks/carry.sh --vllm` packs what it needs, which few machines are sent.
