@@ -1,5 +1,5 @@
-// What threads, copies and hosts do, as the detector of races (races.h) is told it. machine.h includes
-// this file.
+// What threads, copies and hosts do, as the detector of races (races.h) is told it. machine.h
+// includes this file.
 #pragma once
 
 namespace ptx::races {
@@ -137,8 +137,8 @@ inline void check_initialised(Thread& thread, const Site& site, const CopyBarrie
   fail(thread, &site, "Race", "race of a copy with its barrier's mbarrier.init: no fence between");
 }
 
-// A copy reads and writes as one more thread of the CTA, which comes after what the thread that starts
-// it has fenced, and after copies that this thread knows to have landed.
+// A copy reads and writes as one more thread of the CTA, which comes after what the thread that
+// starts it has fenced, and after copies that this thread knows to have landed.
 inline void on_copy(Thread& thread, const Access& from, const Access& to,
                     const CopyBarrier& barrier, CopyRaces& copy) {
   CtaRaces& cta = thread.cta->races;
