@@ -538,19 +538,24 @@ Status cuMemUnmap(Address address, size_t size) {
 
 Status cuMemSetAccess(Address address, size_t size, const AccessDesc* access, size_t count) {
   return call("cuMemSetAccess", kUnsafe, [&] {
-    for (Mapped* one : exactly(address, size)) {
-      auto& [_, mapping] = *one;
-      require(count == 1 && access->location.type == CU_MEM_LOCATION_TYPE_DEVICE &&
-                  access->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+    const std::vector<Mapped*> mapped = exactly(address, size);
+    std::set<int> readers;
+    for (size_t i = 0; i < count; ++i) {
+      require(access[i].location.type == CU_MEM_LOCATION_TYPE_DEVICE &&
+                  access[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
               CUDA_ERROR_INVALID_VALUE);
-      const int device = access->location.id;
+      const int device = access[i].location.id;
       require_device(device);
-      const Memory& memory = *mapping.memory;
-      const bool is_peer = memory.host == host_number() && memory.device != device;
-      // One of the statuses that the manual allows; which of them is for this it does not say.
-      require(!is_peer || has_p2p(), CUDA_ERROR_INVALID_DEVICE);
-      mapping.readers.insert(device);
+      for (const Mapped* one : mapped) {
+        const Memory& memory = *one->second.memory;
+        const bool is_peer = memory.host == host_number() && memory.device != device;
+        // One of the statuses that the manual allows; which of them is for this it does not say.
+        require(!is_peer || has_p2p(), CUDA_ERROR_INVALID_DEVICE);
+      }
+      readers.insert(device);
     }
+    require(!readers.empty(), CUDA_ERROR_INVALID_VALUE);
+    for (Mapped* one : mapped) one->second.readers.insert(readers.begin(), readers.end());
     mprotect(pointer(address), size, PROT_READ | PROT_WRITE);
   });
 }
