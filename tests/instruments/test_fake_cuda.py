@@ -347,6 +347,42 @@ def sticky_body() -> None:
 # Cubins.
 
 
+#: (threads of a CTA, registers of a thread, bytes of shared memory): CTAs that an SM of 9.0, 10.0 and
+#: 12.0 holds, as cuda_occupancy.h of CUDA 13.0 computes it.
+RESIDENT = {
+    (32, 8, 0): (32, 32, 24),
+    (96, 33, 0): (16, 16, 16),
+    (128, 41, 0): (10, 10, 10),
+    (256, 32, 10000): (8, 8, 6),
+    (928, 64, 0): (1, 1, 1),
+    (928, 72, 0): (0, 0, 0),
+    (64, 8, 48000): (4, 4, 2),
+}
+
+
+def test_occupancy(driven: Driven) -> None:
+    assert driven(resident_body, kernels="") == RESIDENT
+
+
+def resident_body() -> dict[tuple[int, int, int], tuple[int, ...]]:
+    return {given: tuple(ctas_of_sm(major, *given) for major in (9, 10, 12)) for given in RESIDENT}
+
+
+def ctas_of_sm(major: int, threads: int, registers: int, shared_bytes: int) -> int:
+    os.environ["FAKE_CUDA_CAPABILITY"] = f"{major}.0"
+    cubin = nvrtc.load_or_compile(_ON_GPU, f"sm_{major}0a")
+    # A record's kind and size, the kernel's symbol, and how many registers it has.
+    record = re.compile(rb"(\x04\x2f\x08\0....)....", re.DOTALL)
+    patched = record.sub(lambda found: found[1] + registers.to_bytes(4, "little"), cubin)
+    with driver.on_device(0):
+        module = driver.call("cuModuleLoadData", patched)
+        kernel = driver.call("cuModuleGetFunction", module, b"moe_nvlink_dispatch")
+        registers_of = driver.api().CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
+        assert driver.call("cuFuncGetAttribute", registers_of, kernel) == registers
+        query = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        return int(driver.call(query, kernel, threads, shared_bytes))
+
+
 @pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES)
 def test_what_the_products_cubins_say(architecture: str, driven: Driven) -> None:
     """Registers and shared memory as cuobjdump reads them. A launch compares the arguments."""

@@ -156,10 +156,10 @@ class Control:
         status = self._library.fake_cuda_replay()
         assert status == 0, status
 
-    def expose(self, address: int, size_bytes: int) -> None:
-        """Refuses what is not mapped for any device: the host is about to have a tensor there."""
+    def check_exposed(self, address: int, size_bytes: int) -> None:
+        """Fails if no device may touch it: the host is about to have a tensor there."""
         size = ctypes.c_size_t(size_bytes)
-        status = self._library.fake_cuda_expose(ctypes.c_uint64(address), size)
+        status = self._library.fake_cuda_check_exposed(ctypes.c_uint64(address), size)
         assert status == 0, f"{size_bytes} bytes at {address:#x}: {status}"
 
     def forget_capture(self) -> None:

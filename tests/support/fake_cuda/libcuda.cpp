@@ -779,7 +779,7 @@ const char* fake_cuda_state() {
 
 // Whether some device may touch this device memory: the host is about to have a tensor there, where a
 // GPU's tensor would be.
-Status fake_cuda_expose(Address address, size_t size) {
+Status fake_cuda_check_exposed(Address address, size_t size) {
   return guarded([&] {
     for (const Mapped* one : around(address, size)) {
       require(!one->second.readers.empty(), CUDA_ERROR_INVALID_VALUE);

@@ -45,7 +45,7 @@ class FakeNvlinkTransport(NvlinkTransport):
 def _cpu_view(owner: object, address: int, size_bytes: int) -> torch.Tensor:
     if size_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    control().expose(address, size_bytes)
+    control().check_exposed(address, size_bytes)
     array: Any = (ctypes.c_uint8 * size_bytes).from_address(address)
     array._owner = owner
     return torch.frombuffer(array, dtype=torch.uint8)
