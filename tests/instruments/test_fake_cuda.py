@@ -347,8 +347,8 @@ def sticky_body() -> None:
 # Cubins.
 
 
-#: (threads of a CTA, registers of a thread, bytes of shared memory): CTAs that an SM of 9.0, 10.0 and
-#: 12.0 holds, as cuda_occupancy.h of CUDA 13.0 computes it.
+#: (threads of a CTA, registers of a thread, bytes of shared memory): CTAs that an SM of 9.0, 10.0
+#: and 12.0 holds, as cuda_occupancy.h of CUDA 13.0 computes it.
 RESIDENT = {
     (32, 8, 0): (32, 32, 24),
     (96, 33, 0): (16, 16, 16),

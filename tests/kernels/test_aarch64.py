@@ -19,13 +19,14 @@ from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.recipes.combine_formats import FORMATS
 from moe_nvlink_plugin.verify import cases
 from moe_nvlink_plugin.verify.cases import Case
-from tests.kernels import test_sanitizers
 from tests.kernels.exchange.test_combine_formats import check_every_code_and_scale
 from tests.kernels.formats import quantiser_rows as rows_of
 from tests.kernels.formats.quantiser_rows import BLOCKS, RECIPES, assert_same
 from tests.kernels.formats.test_quantisers import by_kernel, interesting_fp32
-from tests.support import aarch64, emulated, kernel_texts, sanitizers
-from tests.support.aarch64 import Aarch64Backend, Calls
+from tests.kernels.lm_head import test_head as test_head_on_cpu
+from tests.support import aarch64, emulated, kernel_texts
+from tests.support.aarch64 import Aarch64Backend, Aarch64HeadRanks, Calls
+from tests.support.head_ranks import Round, check, make_calls
 
 pytestmark = [pytest.mark.long, aarch64.IS_EMULATED]
 
@@ -119,23 +120,17 @@ def test_rounds(recipe: str | None, calls: Calls) -> None:
                 emulated.check_round(case, inputs, ranks.run_round(inputs))
 
 
-#: Without formats, which the rounds above have: half the time to compile.
-PROGRAMS = {
-    test_sanitizers.PROGRAM: lambda: test_sanitizers.kernel_text(formats=False),
-    test_sanitizers.HEAD_PROGRAM: lambda: sanitizers.PRELUDE + test_sanitizers.head_text(),
-}
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
-def test_ranks_as_threads(program: Path, tmp_path: Path) -> None:
-    """The programs that the sanitizers look at: many rounds without a barrier, and the LM head."""
-    text = program.read_text(encoding="utf-8")
-    include = '#include "kernel_text.h"\n'
-    assert include in text
-    text = text.replace(include, PROGRAMS[program]())
-    done = aarch64.run(aarch64.build(text, tmp_path), "0")  # no bug is awake
-    assert done.returncode == 0, done.stderr[:4000]
-    assert "all rounds verified" in done.stdout
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_head(dtype: torch.dtype, calls: Calls) -> None:
+    """Of three ranks, the last of which has few columns, with every number of parts of a row."""
+    config = test_head_on_cpu.config_of(3, 1001, hidden_size=37, dtype=dtype)
+    generator = torch.Generator().manual_seed(2)
+    ranks = Aarch64HeadRanks(config, calls, ctas=2)
+    for splits in range(1, test_head_on_cpu.MOST_SPLITS + 1):
+        of_round = Round(4, soft_cap=3.0 * (splits % 3 == 0), compact=splits % 2 == 0)
+        rounds = make_calls(config, [splits % 5, 3, 0], generator, splits)
+        check(rounds, of_round, ranks.run(rounds, of_round))
+    assert [ranks.fault(rank) for rank in range(3)] == [None] * 3
 
 
 # ---- Vector code.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +19,6 @@ from tests.support import kernel_texts, sanitizers
 from tests.support.delays import replace_once
 from tests.support.long_tests import first_of
 from tests.support.sanitizers import Bugs, Edit, instead, without
-
-PROGRAM = Path(__file__).with_name("sanitizer_ranks.cpp")
-HEAD_PROGRAM = Path(__file__).with_name("head_sanitizer_ranks.cpp")
 
 SEEDED_BUGS: Bugs = {
     "P1 release": instead(
@@ -95,7 +92,7 @@ SEEDED_BUGS: Bugs = {
     ],
 }
 
-#: The same where rows are quantised, in the program with the formats.
+#: The same where rows are quantised.
 FORMAT_BUGS: Bugs = {
     "second number of a row": [
         Edit(
@@ -177,101 +174,72 @@ BAD_HEAD_ADDRESSES: Bugs = {
 
 #: Where it is not the address sanitizer, or more than its name.
 REPORTS = {
-    "an id that is not checked": "AddressSanitizer|runtime error|WRONG VALUE",
+    "an id that is not checked": "AddressSanitizer|runtime error",
     "a padded token's rows": "use-after-poison",
     "a padded token's row in the search for its amax": "use-after-poison",
 }
 
 
 class Group(NamedTuple):
-    """Bugs that sleep in one program.
+    """Bugs that sleep in one library, by the room that shows them."""
 
-    Attributes:
-        program: ranks as threads, which include the text.
-        text: makes the text of the kernels, without bugs.
-        flags: of the compiler, the sanitizer's among them.
-        are_races: whether the thread sanitizer must see each of them.
-    """
+    rooms: dict[str, Bugs]
+    flags: tuple[str, ...]
 
-    program: Path
-    text: Callable[[], str]
-    bugs: Bugs
-    flags: tuple[str, ...] = sanitizers.RACES
-
-    @property
-    def are_races(self) -> bool:
-        return self.flags is sanitizers.RACES
+    def bugs(self) -> Bugs:
+        return {name: edits for bugs in self.rooms.values() for name, edits in bugs.items()}
 
     def numbers(self) -> dict[str, int]:
-        return {name: number for number, name in enumerate(self.bugs, 1)}
+        return {name: number for number, name in enumerate(self.bugs(), 1)}
 
 
-def kernel_text(*, formats: bool = True) -> str:
-    """With fewer finishers than the program has CTAs, so that some CTAs are none, and for what the
-    program uses of it, which spares the compiler the rest: one element type, no exported functions.
+def kernel_text(bugs: Bugs, numbers: Mapping[str, int]) -> str:
+    """With fewer finishers than there are CTAs, so that some CTAs are none, and for one element
+    type, which spares the compiler the rest.
     """
-    text = kernel_texts.host_unit(*kernel_texts.LAYER_FILES)
+    text = kernel_texts.host_source()
     text = replace_once(text, "kMaxFinishers = 32", "kMaxFinishers = 2")
     text = replace_once(text, "int kElement = -1;", "int kElement = kElementFp32;")
-    if not formats:
-        text = replace_once(text, "int kQuantiser = -1;", "int kQuantiser = kQuantiserNone;")
-        text = replace_once(text, "int kCombine = -1;", "int kCombine = kCombineUnquantised;")
-    return text
-
-
-def head_text() -> str:
-    """The LM head's kernels for one element type."""
-    text = kernel_texts.host_unit(*kernel_texts.HEAD_FILES)
-    return replace_once(text, "int kElement = -1;", "int kElement = kElementFp32;")
+    return sanitizers.seed(text, bugs, numbers)
 
 
 def addresses(level: str, cta_threads: int = 4) -> tuple[str, ...]:
     return (*level.split(), *sanitizers.ADDRESSES, f"-DMOE_NVLINK_CTA_THREADS={cta_threads}")
 
 
+ROOMS = ("layer", "head")
 GROUPS = {
-    "protocol": Group(PROGRAM, lambda: kernel_text(formats=False), SEEDED_BUGS),
-    "formats": Group(PROGRAM, kernel_text, FORMAT_BUGS),
-    "others": Group(PROGRAM, kernel_text, OTHER_BUGS, addresses("-O0")),
-    "LM head": Group(HEAD_PROGRAM, head_text, HEAD_BUGS),
-    "LM head, others": Group(HEAD_PROGRAM, head_text, BAD_HEAD_ADDRESSES, addresses("-O1")),
+    "races": Group({"layer": {**SEEDED_BUGS, **FORMAT_BUGS}, "head": HEAD_BUGS}, sanitizers.RACES),
+    "others": Group({"layer": OTHER_BUGS, "head": BAD_HEAD_ADDRESSES}, addresses("-O1")),
 }
-ProgramOf = Callable[[str], Path]
+LibraryOf = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def program_of(tmp_path_factory: pytest.TempPathFactory) -> ProgramOf:
-    """The program of a group of bugs, compiled once."""
+def library_of(tmp_path_factory: pytest.TempPathFactory) -> LibraryOf:
+    """The library of a group of bugs, compiled once."""
 
     def build(name: str) -> Path:
-        group = GROUPS[name]
-        text = sanitizers.seed(group.text(), group.bugs, group.numbers())
-        folder = tmp_path_factory.mktemp("program")
-        return sanitizers.build(group.program, text, folder, *group.flags)
+        group, folder = GROUPS[name], tmp_path_factory.mktemp("library")
+        text = kernel_text(group.bugs(), group.numbers())
+        return sanitizers.build(text, folder / "library.so", *group.flags)
 
     return functools.cache(build)
 
 
-def bugs(*, are_races: bool) -> list[tuple[str, str]]:
-    """Group and bug."""
-    return [(n, bug) for n, one in GROUPS.items() if one.are_races is are_races for bug in one.bugs]
+def bugs_of(group: str) -> list[tuple[str, str]]:
+    """Room and bug."""
+    return [(room, bug) for room, bugs in GROUPS[group].rooms.items() for bug in bugs]
+
+
+def check_rooms(flags: tuple[str, ...], folder: Path) -> None:
+    library = sanitizers.build(kernel_text({}, {}), folder / "library.so", *flags)
+    for room in ROOMS:
+        sanitizers.check_all_is_well(library, room)
 
 
 def test_no_data_race(tmp_path: Path) -> None:
-    program = sanitizers.build(PROGRAM, kernel_text(), tmp_path, *sanitizers.RACES)
-    sanitizers.check_all_is_well(program)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("group", GROUPS)
-def test_a_sleeping_bug_does_nothing(group: str, program_of: ProgramOf) -> None:
-    sanitizers.check_all_is_well(program_of(group))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("group", "bug"), bugs(are_races=True))
-def test_the_thread_sanitizer_catches(group: str, bug: str, program_of: ProgramOf) -> None:
-    sanitizers.check_race_is_found(program_of(group), GROUPS[group].numbers()[bug])
+    check_rooms(sanitizers.RACES, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -281,16 +249,29 @@ def test_no_bad_address_and_no_undefined_behaviour(
     level: str, cta_threads: int, tmp_path: Path
 ) -> None:
     """One thread as in the product, in rotation with its loops vectorised; at -O2, because with
-    these sanitizers -O3 takes twice as long to compile. The program with sleeping bugs has four
+    these sanitizers -O3 takes twice as long to compile. The library with sleeping bugs has four
     threads too.
     """
-    flags = addresses(level, cta_threads)
-    sanitizers.check_all_is_well(sanitizers.build(PROGRAM, kernel_text(), tmp_path, *flags))
+    check_rooms(addresses(level, cta_threads), tmp_path)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("group", "bug"), bugs(are_races=False))
-def test_the_other_sanitizers_look(group: str, bug: str, program_of: ProgramOf) -> None:
-    done = sanitizers.run(program_of(group), GROUPS[group].numbers()[bug])
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_sleeping_bug_does_nothing(group: str, room: str, library_of: LibraryOf) -> None:
+    sanitizers.check_all_is_well(library_of(group), room)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("room", "bug"), bugs_of("races"))
+def test_the_thread_sanitizer_catches(room: str, bug: str, library_of: LibraryOf) -> None:
+    number = GROUPS["races"].numbers()[bug]
+    sanitizers.check_race_is_found(library_of("races"), room, number)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("room", "bug"), bugs_of("others"))
+def test_the_other_sanitizers_look(room: str, bug: str, library_of: LibraryOf) -> None:
+    done = sanitizers.run(library_of("others"), room, GROUPS["others"].numbers()[bug])
     assert done.returncode != 0, bug
     assert re.search(REPORTS.get(bug, "AddressSanitizer"), done.stderr), done.stderr[:2000]

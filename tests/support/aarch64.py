@@ -21,10 +21,12 @@ from typing import Any
 import pytest
 import torch
 
+from moe_nvlink_plugin import HeadConfig
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.launch.shape import Shape
 from tests.support import kernel_texts
 from tests.support.emulated import CpuBackend
+from tests.support.head_ranks import HeadRanksInStep
 from tests.support.ptx.backend import tensors_of_kernel, windows_of
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
@@ -52,16 +54,6 @@ def build(text: str, folder: Path, *flags: str) -> Path:
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return program
-
-
-def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [EMULATOR, str(program), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
 
 
 def disassembly(built: Path) -> dict[str, str]:
@@ -155,14 +147,28 @@ class Aarch64Backend(CpuBackend):
         return launch
 
     def _moved(self, verb: str, args: Any) -> Any:
-        """Arguments with the program's addresses: each word that is an address of theirs here."""
+        """Arguments with the program's addresses: each word that is in memory of theirs here."""
         windows = windows_of(args)
         spans = [(windows[0].address, sum(window.size_bytes for window in windows))]
         spans += [(address, size) for address, size, _name in tensors_of_kernel(verb, args)]
-        places = {address: self._calls.place(address, size) for address, size in spans}
+        moves = [(address, size, self._calls.place(address, size)) for address, size in spans]
         words = (ctypes.c_uint64 * (ctypes.sizeof(args) // 8)).from_buffer_copy(args)
-        words[:] = [places.get(word, word) for word in words]
+        for index, word in enumerate(words):
+            for address, size, place in moves:
+                if address <= word < address + size:
+                    words[index] = place + word - address
         return type(args).from_buffer_copy(words)
 
     def close(self) -> None:
         """The program goes on for other ranks."""
+
+
+class Aarch64HeadRanks(HeadRanksInStep):
+    """Ranks of tests/support/head_ranks.py, whose kernels the program runs."""
+
+    def __init__(self, config: HeadConfig, calls: Calls, ctas: int) -> None:
+        super().__init__(config, None)
+        self._backend = Aarch64Backend(calls, ctas)
+
+    def launch_all(self, kernel: str, ranks: Sequence[int], arguments: Sequence[Any]) -> None:
+        self._backend.prepare(kernel, arguments)()

@@ -671,7 +671,7 @@ def set_sources(args: Any, tensors: Sequence[torch.Tensor | None]) -> None:
 
 
 def _packed_regions(layout: WorkspaceLayout) -> list[dict[str, Region]]:
-    """The layout's regions, by channel, one behind the other.
+    """The layout's regions, by channel, one behind the other, with bytes between that nobody uses.
 
     A real layout leaves address space to grow into, which ordinary memory would have to fill.
     """
@@ -680,7 +680,7 @@ def _packed_regions(layout: WorkspaceLayout) -> list[dict[str, Region]]:
         regions = {}
         for name, region in layout.channel_regions(channel).items():
             regions[name] = Region(name, offset, region.size_bytes)
-            offset += -(-region.size_bytes // 256) * 256
+            offset += (region.size_bytes // 256 + 1) * 256
         packed.append(regions)
     return packed
 

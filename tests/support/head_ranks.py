@@ -19,6 +19,7 @@ import torch
 from moe_nvlink_plugin import HeadConfig
 from moe_nvlink_plugin.jit import host
 from moe_nvlink_plugin.jit.header import constants, structs
+from moe_nvlink_plugin.lm_head.kernels import HEAD
 from moe_nvlink_plugin.lm_head.launches import head_arguments, head_layout
 from moe_nvlink_plugin.memory.layout import Region
 from tests.kernels import test_specialised
@@ -34,7 +35,6 @@ extern "C" moe_nvlink::host::Grid* moe_nvlink_grid_create(int num_blocks) {
 extern "C" void moe_nvlink_grid_destroy(moe_nvlink::host::Grid* grid) { delete grid; }
 """
 
-_WAKE = 'extern "C" void moe_nvlink_wake(int bug) { moe_nvlink::seeded_bug = bug; }\n'
 NO_BUGS: Bugs = {}
 
 
@@ -72,7 +72,7 @@ def build(
     for old, new in changes.items() if as_on_the_gpu else ():
         text = replace_once(text, old, new)
     if bugs:
-        text = sanitizers.seed(text, bugs, _numbers(bugs)) + _WAKE
+        text = sanitizers.seed(text, bugs, _numbers(bugs)) + sanitizers.WAKE
     if sleeps:
         text = with_delays(text, on_host=True)
     flags = (*host.FLAGS, "-O1", f"-DMOE_NVLINK_CTA_THREADS={cta_threads}")
@@ -232,6 +232,35 @@ class HeadRanks:
         """The round of these ranks, all by default, each in a thread of its own."""
         here = list(range(len(calls)) if ranks is None else ranks)
         return run_threads(len(here), lambda place: self.run_rank(here[place], calls, of_round))
+
+
+class HeadRanksInStep(HeadRanks):
+    """One kernel of all ranks after another, for what launches those of all ranks at once."""
+
+    def launch_all(self, kernel: str, ranks: Sequence[int], arguments: Sequence[Any]) -> None:
+        """One kernel of these ranks."""
+        raise NotImplementedError
+
+    def run(
+        self, calls: Sequence[Call], of_round: Round, ranks: Sequence[int] | None = None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        here = list(range(len(calls)) if ranks is None else ranks)
+        steps = [self.steps(rank, calls, of_round) for rank in here]
+        for name in (kernel.name for kernel in HEAD.kernels):
+            launched = [next(of_rank) for of_rank in steps]
+            assert {kernel for kernel, _args in launched} == {name}
+            self.launch_all(name, here, [args for _name, args in launched])
+        return [_result(of_rank) for of_rank in steps]
+
+
+def _result(steps: Steps) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and logits of a rank whose kernels have all ended."""
+    try:
+        kernel, _args = next(steps)
+    except StopIteration as end:
+        results: tuple[torch.Tensor, torch.Tensor] = end.value
+        return results
+    raise AssertionError(f"{kernel} has not been launched")
 
 
 @contextlib.contextmanager

@@ -1,34 +1,37 @@
-"""Programs of ranks as threads, for the sanitizers to look at, and bugs asleep in the kernel text.
+"""Host libraries with a sanitizer, run by watched_ranks.py, and bugs asleep in the kernel text.
 
-A bug stands beside what it breaks, and the program's argument wakes one: that costs a compilation
-for each program and not one for every bug.
+A bug stands beside what it breaks, and a number wakes one: that costs a compilation for each
+library and not one for every bug.
 """
 
 from __future__ import annotations
 
 import os
-import shlex
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from moe_nvlink_plugin import env
+from moe_nvlink_plugin.jit import host
 from tests.support import cpp
 
-FLAGS = ("-std=c++20", "-g", "-pthread", "-Wall", "-Wextra", "-Werror")
 ADDRESSES = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 RACES = ("-O1", "-fsanitize=thread", "-DMOE_NVLINK_CTA_THREADS=4")
 RACE_STATUS = 66
+PROGRAM = "tests.support.watched_ranks"
+CALLED = Path(__file__).with_name("watched_ranks.h")
 
 #: Of the bug that is awake; set before the first thread is started.
 PRELUDE = """
-#define MOE_NVLINK_HAS_SEEDED_BUGS
 namespace moe_nvlink { inline int seeded_bug = 0; }
 """
+#: What wakes one, behind the text of a library.
+WAKE = 'extern "C" void moe_nvlink_wake(int bug) { moe_nvlink::seeded_bug = bug; }\n'
 
 
 class Edit(NamedTuple):
@@ -65,47 +68,53 @@ def seed(text: str, bugs: Bugs, numbers: Mapping[str, int], prelude: str = PRELU
     return prelude + text
 
 
-def build(program: Path, text: str, folder: Path, *flags: str) -> Path:
-    """What `program` includes as kernel_text.h is `text`."""
-    (folder / "kernel_text.h").write_text(text, encoding="utf-8")
-    built = folder / "ranks"
-    command = [
-        *(*shlex.split(env.cxx()), *FLAGS),
-        "-Wno-psabi",  # registers wider than the baseline machine's stay within the program
-        *(*flags, "-I", str(folder), str(program), "-o", str(built)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return built
+def build(text: str, target: Path, *flags: str) -> Path:
+    """The text, which `seed` has been over, with what watched_ranks.py calls."""
+    host.compile_text(text + WAKE + CALLED.read_text(), target, (*host.FLAGS, "-g", *flags))
+    return target
 
 
-def run(program: Path, bug: int = 0) -> subprocess.CompletedProcess[str]:
+def run(library: Path, room: str, bug: int = 0) -> subprocess.CompletedProcess[str]:
+    """watched_ranks.py in a process that has the runtimes of the library's sanitizers."""
     # Without address randomisation: older sanitizer runtimes do not find their shadow memory where
     # vm.mmap_rnd_bits is large.
     setarch = shutil.which("setarch")
-    command = [*([setarch, "-R"] if setarch else []), str(program), str(bug)]
-    # vLLM preloads an allocator for the processes it starts; in front of it the address sanitizer
-    # refuses to work.
-    variables = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    variables["TSAN_OPTIONS"] = f"halt_on_error=1:exitcode={RACE_STATUS}"
+    program = [sys.executable, "-m", PROGRAM, str(library), room, str(bug)]
+    needed = subprocess.run(["ldd", library], capture_output=True, text=True, check=True).stdout
+    # They must be loaded first. The C++ runtime too: the address sanitizer looks for its functions
+    # at the start.
+    runtimes = re.findall(r"=> (\S+/lib(?:[at]san|stdc\+\+)\.\S+)", needed)
+    variables = os.environ | {
+        # In the place of what vLLM preloads in the processes it starts.
+        "LD_PRELOAD": " ".join(sorted(runtimes, key=lambda path: "stdc++" in path)),
+        # torch and Python are not compiled for it.
+        "TSAN_OPTIONS": f"halt_on_error=1:ignore_noninstrumented_modules=1:exitcode={RACE_STATUS}",
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=600, env=variables
+        [*([setarch, "-R"] if setarch else []), *program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        env=variables,
     )
 
 
-def check_all_is_well(program: Path) -> None:
-    done = run(program)
+def check_all_is_well(library: Path, room: str) -> None:
+    done = run(library, room)
     assert done.returncode == 0, done.stderr[:4000]
     assert "all rounds verified" in done.stdout
 
 
-def check_race_is_found(program: Path, bug: int) -> None:
+def check_race_is_found(library: Path, room: str, bug: int) -> None:
     """Whether two accesses meet depends on the schedule, most of all on a busy machine.
 
     One try in many is enough, and nearly always the first is.
     """
     for _attempt in range(25):
-        done = run(program, bug)
+        done = run(library, room, bug)
         if "WARNING: ThreadSanitizer: data race" in done.stderr:
             assert done.returncode == RACE_STATUS
             return

@@ -249,12 +249,10 @@ SAMPLE = (
 SAYS = {"a unit is not cleared": "dispatch has left a unit"}
 NUMBERS = {name: number for number, name in enumerate(BUGS, 1)}
 
-_WAKE = 'extern "C" void moe_nvlink_wake(int bug) { moe_nvlink::seeded_bug = bug; }\n'
-
 
 @functools.cache
 def library() -> Path:
-    text = sanitizers.seed(emulated_text.host_source(), BUGS, NUMBERS) + _WAKE
+    text = sanitizers.seed(emulated_text.host_source(), BUGS, NUMBERS) + sanitizers.WAKE
     return host.build(text, emulated.FLAGS_OF_DELAYED)
 
 

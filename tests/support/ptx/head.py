@@ -10,11 +10,11 @@ import torch
 from moe_nvlink_plugin import HeadConfig
 from moe_nvlink_plugin.launch.arguments import element_code
 from moe_nvlink_plugin.lm_head.kernels import HEAD
-from tests.support.head_ranks import Call, HeadRanks, Round, Steps
+from tests.support.head_ranks import Call, HeadRanksInStep, Round
 from tests.support.ptx.backend import Grids
 
 
-class PtxHeadRanks(HeadRanks):
+class PtxHeadRanks(HeadRanksInStep):
     """Ranks of one LM head, whose three kernels are executed as PTX.
 
     Args:
@@ -28,20 +28,9 @@ class PtxHeadRanks(HeadRanks):
         self._variant = HEAD.variant(dtype=element_code(config.dtype))
         self._kernels = {kernel.name: kernel for kernel in HEAD.kernels}
 
-    def run(
-        self, calls: Sequence[Call], of_round: Round, ranks: Sequence[int] | None = None
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The round of these ranks, all by default, one kernel of all ranks after another."""
-        here = list(range(len(calls)) if ranks is None else ranks)
-        steps = [self.steps(rank, calls, of_round) for rank in here]
-        for kernel in self._kernels.values():
-            launched = [next(of_rank) for of_rank in steps]
-            assert {name for name, _args in launched} == {kernel.name}
-            build_of_all = self._variant.build(kernel, pdl=self.grids.pdl)
-            self.grids.launch(
-                [build_of_all] * len(here), [args for _name, args in launched], None, ranks=here
-            )
-        return [_result(of_rank) for of_rank in steps]
+    def launch_all(self, kernel: str, ranks: Sequence[int], arguments: Sequence[Any]) -> None:
+        made = self._variant.build(self._kernels[kernel], pdl=self.grids.pdl)
+        self.grids.launch([made] * len(ranks), arguments, None, ranks=ranks)
 
     def multiply(self, rank: int, calls: Sequence[Call], of_round: Round) -> None:
         """The host in the product's place reads and spoils rows, and writes logits."""
@@ -59,13 +48,3 @@ class PtxHeadRanks(HeadRanks):
     def close(self) -> None:
         super().close()
         self.grids.close()
-
-
-def _result(steps: Steps) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and logits of a rank whose kernels have all ended."""
-    try:
-        kernel, _args = next(steps)
-    except StopIteration as end:
-        results: tuple[torch.Tensor, torch.Tensor] = end.value
-        return results
-    raise AssertionError(f"{kernel} has not been launched")
