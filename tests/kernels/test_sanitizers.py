@@ -15,7 +15,10 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support import kernel_texts, sanitizers
+from moe_nvlink_plugin.exchange.kernels import LAYER
+from moe_nvlink_plugin.launch import kernel
+from moe_nvlink_plugin.lm_head.kernels import HEAD
+from tests.support import sanitizers
 from tests.support.delays import replace_once
 from tests.support.long_tests import first_of
 from tests.support.sanitizers import Bugs, Edit, instead, without
@@ -197,7 +200,7 @@ def kernel_text(bugs: Bugs, numbers: Mapping[str, int]) -> str:
     """With fewer finishers than there are CTAs, so that some CTAs are none, and for one element
     type, which spares the compiler the rest.
     """
-    text = kernel_texts.host_source()
+    text = kernel.host_source((LAYER, HEAD))
     text = replace_once(text, "kMaxFinishers = 32", "kMaxFinishers = 2")
     text = replace_once(text, "int kElement = -1;", "int kElement = kElementFp32;")
     return sanitizers.seed(text, bugs, numbers)

@@ -123,11 +123,12 @@ def layer_cases() -> list[Case]:
     """Each recipe and format; ids and additions in turns, and at last a rank that is left out."""
     formats, adds = itertools.cycle(cases.COMBINE_FORMATS), itertools.cycle(cases.ADDS)
     ids: Iterator[str | int] = itertools.cycle(("global", "local", "elsewhere", 9))
+    sizes = itertools.cycle((128, 160))
     made = [dataclasses.replace(CASE, received_ids=next(ids)) for _ in range(2)]
     for recipe in cases.RECIPES:
         case = dataclasses.replace(
             CASE,
-            hidden_size=160,
+            hidden_size=next(sizes),
             add=next(adds),
             received_ids=next(ids),
             scales_layout=LAYOUTS.get(recipe, "linear"),
