@@ -10,7 +10,7 @@
 #
 # tests/gpu/day/steps.py has the steps and their limits. Leaves three files in $OUT (else in
 # benchmarks/results): <date>-<h100, say>-<stage>.txt (all that was said), .json (what became of each
-# step) and .tar.gz (the result files). All are complete after every step.
+# step) and .tar.gz (the result files). All are complete after every step, also if this is ended.
 # Exit status: 0 all well, 1 a step failed, was cut or found no time, 2 nothing could run.
 #
 # CARRY is the folder that benchmarks/carry.sh has filled (.carry in the repository), PYTHON the
@@ -22,11 +22,12 @@ if [ $# -eq 0 ]; then
   awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"
   exit 2
 fi
-out=$(realpath "${OUT:-$(dirname "$0")/results}")
+out=${OUT:-$(dirname "$0")/results}
+mkdir -p "$out" && out=$(realpath "$out") || exit 2
 python=$(command -v "${PYTHON:-python3}") || exit 2
 python=$(realpath --no-symlinks "$python") # a virtual environment's is a link that must stay one
 cd "$(dirname "$0")/.." || exit 2
-carry=$(realpath "${CARRY:-.carry}")
+carry=$(realpath -m "${CARRY:-.carry}")
 
 # A copy that was sent may have an older history than its files: what was carried with them counts.
 BENCH_COMMIT=${BENCH_COMMIT:-$(cat "$carry/commit" 2>/dev/null ||
@@ -65,4 +66,7 @@ export GPU_STAGES_CARRIED="${GPU_STAGES_CARRIED:-nothing; benchmarks/carry.sh pa
 export PYTHONPATH="$view:$TMPDIR/flashinfer" GPU_STAGES_VLLM="$view:$TMPDIR/vllm"
 
 cd "$view" || exit 2
-"$python" -m tests.gpu.day.stages --out "$out" "$@"
+"$python" -m tests.gpu.day.stages --out "$out" "$@" &
+# Whoever ends this script ends the stage, which ends its steps. Then the first `wait` returns at once.
+trap 'kill "$!"' TERM INT
+wait "$!" || wait "$!"

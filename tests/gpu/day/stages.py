@@ -2,19 +2,24 @@
 
     python -m tests.gpu.day.stages --out DIR [--rehearse] smoke     # on_gpu.sh calls this
 
-A step is a program in a session of its own, of which nothing is left when the step ends or its time
-is over. After every step three files are complete: all that was said, a summary, and an archive of
-the result files, which benchmarks write batch by batch.
+A step is a program in a process group of its own, of which nothing is left when the step ends, when
+its time is over, or when this program is asked to end. Two files are complete after every step: a
+summary, and an archive of the result files, which benchmarks write batch by batch. A third has what
+the steps say, as soon as they say it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import functools
 import gzip
 import importlib
+import importlib.metadata
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -25,7 +30,7 @@ import time
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from tests.gpu.day.steps import AGAIN_S, STAGES, STEPS, Step, again, limit_of
 
@@ -37,6 +42,10 @@ REHEARSAL_FACTOR = 20.0
 CANNOT_RUN = 77
 #: What an archive holds at most: a lent machine gives back files of 16 MiB.
 ARCHIVE_BYTES = 15 << 20
+#: Of gzip. An archive is made anew after every step, while the stage's time runs.
+LEVEL = 1
+#: When the driver has not said by then which GPU there is, it never will.
+ANSWER_S = 20.0
 
 
 class Outcome(NamedTuple):
@@ -56,12 +65,25 @@ class Outcome(NamedTuple):
         return f"{self.step:14} {self.outcome:8} {self.seconds:6.1f} s  {self.detail}"
 
 
-class Running(NamedTuple):
-    """A step that has begun, in a session of its own."""
+@dataclasses.dataclass
+class Running:
+    """A step that has begun.
+
+    Attributes:
+        process: it leads a process group, not a session: if a lent machine ends a command that runs
+            over, it ends all of the command's session, and no other.
+        said: what it says, from where it was last read.
+    """
 
     step: Step
-    began: float
+    limit_s: float
     process: subprocess.Popen[bytes]
+    said: BinaryIO
+    began: float = dataclasses.field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
 
     def end(self) -> None:
         """Send ^C, at which pytest reports what it has; then end the step."""
@@ -75,6 +97,19 @@ class Running(NamedTuple):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+    def new_text(self) -> str:
+        """Return what it has said since the last time, in whole lines until it has ended."""
+        text = self.said.read()
+        if self.process.returncode is None:
+            whole = text.rfind(b"\n") + 1
+            self.said.seek(whole - len(text), os.SEEK_CUR)
+            text = text[:whole]
+        return text.decode(errors="replace")
+
+    def last_line(self) -> str:
+        self.said.seek(0)
+        return self.said.read().decode(errors="replace").rstrip().rpartition("\n")[2]
 
 
 class Day:
@@ -97,11 +132,19 @@ class Day:
         self._began, self.limit_s = time.monotonic(), limit_of(steps) * self._factor
         self._running: list[Running] = []
         self._outcomes: list[Outcome] = []
-        self._cubins = cubins()
+        self._speaker = ""
         date = time.strftime("%Y-%m-%d", time.gmtime())
-        self._facts: dict[str, Any] = {"stage": stage, "date": date, "gpu": gpu}
-        self._facts |= {"commit": os.environ.get("BENCH_COMMIT"), "limit_s": self.limit_s}
-        self._facts["carried"] = os.environ.get("GPU_STAGES_CARRIED")
+        self._facts: dict[str, Any] = {
+            "stage": stage,
+            "date": date,
+            "gpu": gpu,
+            "python": platform.python_version(),
+            "torch": version_of("torch"),
+            "commit": os.environ.get("BENCH_COMMIT"),
+            "limit_s": self.limit_s,
+            "carried": os.environ.get("GPU_STAGES_CARRIED"),
+            "kernels_carried": cubins(),
+        }
         model = re.search(r"[a-z]+\d+", gpu.lower())  # such as h100
         name = f"{date}-{(model[0] if model else 'gpu') if gpu else 'rehearsal'}"
         self._results = scratch / "results"
@@ -113,17 +156,27 @@ class Day:
 
     def run(self) -> int:
         """Return 0 if all is well, 1 if a step failed or had too little time."""
+        self._introduce()
+        try:
+            for step in self._steps:
+                if not step.beside:
+                    self._wait()
+                self._begin(step)
+            self._wait()
+        finally:  # a full disk, say
+            for one in self._running:
+                one.sweep()
+        return self._conclude()
+
+    def _introduce(self) -> None:
         for name, value in self._facts.items():
-            self._say(f"{name:8} {value}")
+            self._say(f"{name:15} {value}")
         self._say("One GPU: nothing here shows NVLink's latency, bandwidth or ordering.")
         if self._rehearse:
             self._say("A rehearsal, small, on CPU ranks and the stand-in for the driver.")
             self._say("None of its times means anything, and GPU tests are only collected.")
-        for step in self._steps:
-            if not step.beside:
-                self._wait()
-            self._begin(step)
-        self._wait()
+
+    def _conclude(self) -> int:
         self._say(f"\nkernels compiled here, not carried: {self._facts['kernels_compiled_here']}")
         self._say("\n".join(["summary:", *(f"  {outcome}" for outcome in self._outcomes)]))
         well = ("passed", "not run")
@@ -147,40 +200,56 @@ class Day:
             reason = f"{step.needs} is neither carried (benchmarks/carry.sh) nor installed"
             self._add(Outcome(step.name, "not run", reason))
         else:
-            words = f"{step.command} {step.rehearsed if self._rehearse else ''}".split()
-            command = [sys.executable, *(word.replace("{results}", self._prefix) for word in words)]
-            self._say(f"\n== {step.name}\n{step.variables} {' '.join(command)}".rstrip())
-            with self._said(step).open("wb") as said:
-                process = subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=said,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            self._running.append(Running(step, time.monotonic(), process))
+            self._start(step, environment)
 
-    def _said(self, step: Step) -> Path:
-        return self._scratch / f"{step.name}.said"
+    def _start(self, step: Step, environment: dict[str, str]) -> None:
+        limit_s = min(step.limit_s * self._factor, self._left_s())
+        text = f"{step.command} {step.rehearsed if self._rehearse else ''}"
+        for name, value in (("results", self._prefix), ("limit_s", f"{limit_s:.0f}")):
+            text = text.replace(f"{{{name}}}", value)
+        command = [sys.executable, *text.split()]
+        self._say(f"\n== {step.name}\n{step.variables} {' '.join(command)}".rstrip())
+        self._speaker = step.name
+        path = self._scratch / f"{step.name}.said"
+        with path.open("wb") as said:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                preexec_fn=os.setpgrp,  # process_group= needs Python 3.11
+            )
+        self._running.append(Running(step, limit_s, process, path.open("rb")))
 
     def _wait(self) -> None:
-        """Wait for what runs, and cut what has had its time."""
+        """Wait for what runs, report what it says, and cut what has had its time."""
         while self._running:
             for one in list(self._running):
-                status, seconds = one.process.poll(), time.monotonic() - one.began
+                status = one.process.poll()
                 if status is not None:
                     one.sweep()
-                elif seconds > one.step.limit_s * self._factor or self._left_s() < 0:
+                elif one.seconds > one.limit_s or self._left_s() < 0:
                     one.end()
-                else:
-                    continue
-                self._running.remove(one)
-                said = self._said(one.step).read_text(errors="replace").rstrip()
-                self._say(f"\n-- what {one.step.name} said:\n{said}")
-                outcome, detail = self._judge(one.step, status, said.rpartition("\n")[2][:200])
-                self._add(Outcome(one.step.name, outcome, detail, round(seconds, 1)))
+                self._hear(one)
+                if one.process.returncode is not None:
+                    self._running.remove(one)
+                    self._finish(one, status)
             time.sleep(0.05)
+
+    def _hear(self, one: Running) -> None:
+        """Report what a step has said, at once: this program may be killed at any time."""
+        if text := one.new_text():
+            if self._speaker != one.step.name:
+                self._speaker = one.step.name
+                self._say(f"-- {one.step.name} says:")
+            self._say(text.removesuffix("\n"))
+
+    def _finish(self, one: Running, status: int | None) -> None:
+        """Judge a step that has ended. One that was cut has no status."""
+        outcome, detail = self._judge(one.step, status, one.last_line()[:200])
+        one.said.close()
+        self._add(Outcome(one.step.name, outcome, detail, round(one.seconds, 1)))
 
     def _judge(self, step: Step, status: int | None, last_line: str) -> tuple[str, str]:
         """Return outcome and detail; of a step that was cut there is no status."""
@@ -208,7 +277,7 @@ class Day:
         """Write summary and archive, after every step: this program may be killed at any time."""
         self._facts |= {
             "seconds": round(time.monotonic() - self._began, 1),
-            "kernels_compiled_here": cubins() - self._cubins,
+            "kernels_compiled_here": cubins() - self._facts["kernels_carried"],
             "too_large_to_come_back": pack(self._results, self._summary.with_suffix(".tar.gz")),
             "steps": [outcome._asdict() for outcome in self._outcomes],
         }
@@ -231,16 +300,39 @@ def renewed(path: Path) -> Iterator[Path]:
 
 
 def pack(folder: Path, archive: Path) -> list[str]:
-    """Make one archive of a folder's files, small ones first. Return what it has no room for."""
+    """Make one archive of a folder's files, small ones first. Return what it has no room for.
+
+    A step that runs may rename or remove a file meanwhile.
+    """
     left_out, total = [], 0
-    with renewed(archive) as unfinished, tarfile.open(unfinished, "w:gz") as packed:
-        for path in sorted(folder.iterdir(), key=lambda each: (each.stat().st_size, each)):
-            total += len(gzip.compress(path.read_bytes()))
+    with (
+        renewed(archive) as unfinished,
+        tarfile.open(unfinished, "w:gz", compresslevel=LEVEL) as to,
+    ):
+        for size, path in sized(folder):
+            total += size
             if total > ARCHIVE_BYTES:
                 left_out.append(path.name)
             else:
-                packed.add(path, path.name)
+                with contextlib.suppress(FileNotFoundError):
+                    to.add(path, path.name)
     return left_out
+
+
+def sized(folder: Path) -> list[tuple[int, Path]]:
+    """Return the folder's finished files, each after the bytes that it takes in an archive."""
+    found = []
+    for path in folder.iterdir():
+        if path.suffix != ".unfinished":
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                found.append((compressed_bytes(path, path.stat().st_mtime_ns), path))
+    return sorted(found)
+
+
+@functools.cache
+def compressed_bytes(path: Path, _changed_ns: int) -> int:
+    """Return what a file takes in an archive; found once, unless the file has changed."""
+    return len(gzip.compress(path.read_bytes(), LEVEL))
 
 
 def rows_of(path: Path) -> int:
@@ -256,11 +348,25 @@ def cubins() -> int:
     return len(list(Path(os.environ.get("MOE_NVLINK_CACHE_DIR", "/nowhere")).glob("*.cubin")))
 
 
+def version_of(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
 def name_of_gpu() -> str:
     """Return what the driver calls the first GPU; "": there is none."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.check_output(command, text=True).partition("\n")[0]
+    by_torch = "import torch; print(torch.cuda.get_device_name())"
+    return first_line("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or first_line(
+        sys.executable, "-c", by_torch
+    )
+
+
+def first_line(*command: str) -> str:
+    """Return the first line of what a program prints; "": it fails, or does not answer."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.check_output(command, text=True, timeout=ANSWER_S)
+        return said.partition("\n")[0]
     return ""
 
 
@@ -278,7 +384,7 @@ def main() -> None:
         parser.error(f"they may take {limit_of(steps):g} s, of {AGAIN_S:g} s; name fewer")
     gpu = "" if given.rehearse else name_of_gpu()
     if not gpu and not given.rehearse:
-        parser.error("nothing can run: nvidia-smi shows no GPU")
+        parser.error("nothing can run: neither nvidia-smi nor torch shows a GPU")
     with tempfile.TemporaryDirectory() as scratch:
         if given.rehearse:
             stand_in = importlib.import_module("tests.gpu.day.stand_in")  # imports torch

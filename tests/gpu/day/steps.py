@@ -19,7 +19,8 @@ class Step:
     Attributes:
         name: what the summary calls the step, and what `again` takes.
         limit_s: when the runner ends the step.
-        command: what follows the interpreter. `{results}` is where the result file's name begins.
+        command: what follows the interpreter. `{results}` is where the result file's name begins,
+            `{limit_s}` when the runner ends the step.
         rehearsed: what a rehearsal appends; if an option is given twice, the last one counts.
         needs: a module without which the step does not begin.
         variables: of its environment, "NAME=VALUE ..."; a value may name variables of the runner.
@@ -79,7 +80,7 @@ def _small_up_to(tokens: int, step: Step) -> Step:
 
 
 def _watched(tool: str) -> Step:
-    return Step(tool, 20, f"-m tests.gpu.watched {tool}", "--rehearse")
+    return Step(tool, 20, f"-m tests.gpu.watched {tool} --limit {{limit_s}}", "--rehearse")
 
 
 def _of_vllm(step: Step) -> Step:
@@ -107,7 +108,12 @@ NUMBERS = (
     # Beside FlashInfer if it is there. The goals are at 64 tokens or fewer, and at 2048.
     _emulated("moe-comm", 90, "--batches 1 4 16 32 64 128 256 512 1024 2048"),
     # What the kernels wait for, and in which lines.
-    Step("ncu", 100, "-m tests.gpu.profiled --reports={results}-ncu", "--rehearse"),
+    Step(
+        "ncu",
+        100,
+        "-m tests.gpu.profiled --reports={results}-ncu --limit {limit_s}",
+        "--rehearse",
+    ),
     _emulated("pdl", 40, "--backend moe_nvlink --pdl --kernel_breakdown --batches 16 2048"),
     _bench(
         "recipes",
