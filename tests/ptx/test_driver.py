@@ -11,7 +11,6 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ from tests.instruments.test_fake_cuda import (
 )
 from tests.support import fake_cuda
 from tests.support.fake_cuda import ptx
-from tests.support.ranks import run_processes
+from tests.support.fake_cuda.processes import Driven
 
 KERNELS = r"""
 using u32 = unsigned;
@@ -109,24 +108,14 @@ def cubin() -> bytes:
 
 
 @pytest.fixture
-def in_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Runs a function of this module in a process whose driver runs PTX. Kernels there reach the
-    driver's memory only.
+def in_driver(driven: Driven) -> Driven:
+    """Runs a function of this module where the driver runs PTX. Kernels there reach the driver's
+    memory only.
     """
-
-    def run(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        folder = ptx.prepare(tmp_path / "ptx", [ptx.Unit(KERNELS)])
-        usual: dict[str, Any] = {"ptx": folder, "pageable": 0, "sms": 20}
-        library = fake_cuda.build(tmp_path)
-        for name, value in fake_cuda.environment(library, **usual | options).items():
-            monkeypatch.setenv(name, value)
-        (result,) = run_processes(1, _process_main, tmp_path, body, args)
-        return result
-
-    return run
+    return functools.partial(driven, _on_device_0, units=[ptx.Unit(KERNELS)], pageable=0, sms=20)
 
 
-def _process_main(_rank: int, _size: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _on_device_0(body: Callable[..., Any], *args: Any) -> Any:
     with driver.on_device(0):
         return body(*args)
 
@@ -169,7 +158,7 @@ def dimensions() -> list[int]:
     return read_words(address, 12 * 60)
 
 
-def test_three_dimensions(in_driver: Callable[..., Any]) -> None:
+def test_three_dimensions(in_driver: Driven) -> None:
     assert in_driver(dimensions) == [
         cta << 16 | thread for cta in range(12) for thread in range(60)
     ]
@@ -184,7 +173,7 @@ def parameters() -> list[int]:
     return list(memoryview(read(address, 32)).cast("Q"))
 
 
-def test_parameters_lie_where_the_cubin_has_them(in_driver: Callable[..., Any]) -> None:
+def test_parameters_lie_where_the_cubin_has_them(in_driver: Driven) -> None:
     assert in_driver(parameters) == [200, 77, 2**40, 3]
 
 
@@ -200,7 +189,7 @@ def waits_for_all(num_ctas: int) -> int:
 
 @pytest.mark.parametrize(("num_ctas", "seen"), [(6, 6), (7, 0)])
 def test_no_more_ctas_run_at_once_than_the_gpu_holds(
-    num_ctas: int, seen: int, in_driver: Callable[..., Any]
+    num_ctas: int, seen: int, in_driver: Driven
 ) -> None:
     """Three SMs with 2048 threads each."""
     assert in_driver(waits_for_all, num_ctas, sms=3, patience_s=1) == seen
@@ -240,7 +229,7 @@ def pair(pdl: int, captured: bool) -> tuple[int, list[int]]:
     ids=["programmatic", "not programmatic", "one at a time"],
 )
 def test_the_order_of_launches(
-    pdl: int, captured: bool, expected: tuple[int, list[int]], in_driver: Callable[..., Any]
+    pdl: int, captured: bool, expected: tuple[int, list[int]], in_driver: Driven
 ) -> None:
     """In a graph, a launch with the attribute starts early and waits in griddepcontrol.wait."""
     assert in_driver(pair, pdl, captured) == expected
@@ -294,7 +283,7 @@ def test_mistakes_of_a_kernel(
     offset: int,
     status: str,
     words_of_it: tuple[str, ...],
-    in_driver: Callable[..., Any],
+    in_driver: Driven,
 ) -> None:
     text = in_driver(mistake, name, offset, status)
     assert f"({name}) CTA 0" in text
@@ -302,7 +291,7 @@ def test_mistakes_of_a_kernel(
         assert word in text
 
 
-def test_a_kernel_that_waits_for_ever(in_driver: Callable[..., Any]) -> None:
+def test_a_kernel_that_waits_for_ever(in_driver: Driven) -> None:
     """The driver names every thread; each is at some instruction of its loop."""
     status = "CUDA_ERROR_LAUNCH_TIMEOUT"
     text = in_driver(mistake, "forever", 0, status, patience_s=1)
@@ -320,7 +309,8 @@ def peers(may_reach: bool) -> list[int]:
     driver.call("cuMemSetAccess", base, size, access(1), 1)
     with driver.on_device(1):
         driver.call("cuMemsetD8", base, 7, size)
-    fake_cuda.control().expose(base, size)  # the host may touch it; device 0 may not
+    # What one device may touch, the host may, too; device 0 may not.
+    ctypes.memset(base, 7, 1)
     if may_reach:
         driver.call("cuMemSetAccess", base, size, access(0), 1)
     call = launch("turn", configured(block=(96, 1, 1)), base)
@@ -333,7 +323,7 @@ def peers(may_reach: bool) -> list[int]:
 
 @pytest.mark.parametrize("pageable", [0, 1])
 @pytest.mark.parametrize("may_reach", [False, True])
-def test_a_peers_memory(may_reach: bool, pageable: int, in_driver: Callable[..., Any]) -> None:
+def test_a_peers_memory(may_reach: bool, pageable: int, in_driver: Driven) -> None:
     """Memory of the driver is reached by whom it was granted to, also where tensors of the CPU are
     the kernels', too.
     """
@@ -352,7 +342,7 @@ def of_the_host(pageable: int) -> list[int]:
 
 
 @pytest.mark.parametrize("pageable", [0, 1])
-def test_the_processs_own_memory(pageable: int, in_driver: Callable[..., Any]) -> None:
+def test_the_processs_own_memory(pageable: int, in_driver: Driven) -> None:
     seen = in_driver(of_the_host, pageable, pageable=pageable)
     assert seen == (list(range(96))[::-1] if pageable else list(range(96)))
 
@@ -368,7 +358,7 @@ def unprepared() -> str:
     return message[0]
 
 
-def test_a_cubin_whose_ptx_nobody_prepared(in_driver: Callable[..., Any]) -> None:
+def test_a_cubin_whose_ptx_nobody_prepared(in_driver: Driven) -> None:
     message = in_driver(unprepared)
     assert "no PTX of the cubin with other;" in message
     assert "tests.support.fake_cuda.ptx.prepare" in message

@@ -464,20 +464,22 @@ def head_build(kernel: Kernel[Any]) -> Build:
 
 
 @contextlib.contextmanager
-def running_head(seed: int) -> Iterator[tuple[PtxHeadRanks, list[Call]]]:
+def running_head(
+    seed: int, rewrite: Callable[[str], str] = unchanged
+) -> Iterator[tuple[PtxHeadRanks, list[Call]]]:
     """The ranks, and what they bring to a round."""
     generator = torch.Generator().manual_seed(seed)
     calls = head_ranks.make_calls(HEAD_CONFIG, (4, 1, 3), generator, splits=2)
-    ranks = PtxHeadRanks(HEAD_CONFIG, seed=seed, **OPTIONS)
+    ranks = PtxHeadRanks(HEAD_CONFIG, seed=seed, rewrite=rewrite, **OPTIONS)
     try:
         yield ranks, calls
     finally:
         ranks.close()
 
 
-def head_rounds(seed: int) -> None:
+def head_rounds(seed: int, rewrite: Callable[[str], str] = unchanged) -> None:
     """Rounds with all ranks, against torch."""
-    with running_head(seed) as (ranks, calls):
+    with running_head(seed, rewrite) as (ranks, calls):
         for _ in range(ROUNDS):
             head_ranks.check(calls, HEAD_ROUND, ranks.run(calls, HEAD_ROUND))
 
@@ -744,3 +746,33 @@ def test_tables_name_mutants() -> None:
     needed = [str(mutant) for mutant in every if redundant_of(mutant) is None]
     for pattern in itertools.chain(*PAIRS.values()):
         assert any(re.search(pattern, name) for name in needed), pattern
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        (r"head_gather_body: cta\.sync\(\);.*: removed", "bar.sync \t0;", ""),
+        (r"arrive_last: .*order relaxed", ".acq_rel.", ".relaxed."),
+        (r"signal_peer: .*scope gpu", ".sys.", ".gpu."),
+    ],
+    ids=["removed", "order", "scope"],
+)
+def test_a_changed_site_is_as_good_as_changed_text(name: str, old: str, new: str) -> None:
+    """The same report, but for the instruction, as of PTX in which it has been changed."""
+    every = mutants.mutants_of(head_build(HEAD.kernels[0]), ARCHITECTURE)
+    (mutant,) = (each for each in every if re.search(name, str(each)))
+
+    def edited(ptx: str) -> str:
+        if f".entry {mutant.kernel.name}(" not in ptx:
+            return ptx
+        lines = ptx.split("\n")
+        line = lines[mutant.site.line - 1]
+        assert line.count(old) == 1
+        lines[mutant.site.line - 1] = line.replace(old, new)
+        return "\n".join(lines)
+
+    by_table = mutants.find(mutant, [functools.partial(head_rounds, SEEDS[0])])
+    by_text = mutants.report_of([functools.partial(head_rounds, SEEDS[0], edited)])
+    assert by_table is not None
+    message = by_table.message.replace(mutant.site.text, mutant.site.text.replace(old, new))
+    assert by_text == by_table._replace(message=message)

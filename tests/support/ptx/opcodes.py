@@ -425,10 +425,11 @@ def _nanosleep(context: Context, instruction: Instruction) -> str:
 _COMPUTED = {
     "add": ("BB", "{0} + {1}"),
     "sub": ("BB", "{0} - {1}"),
-    "mul.lo": ("BB", "{0} * {1}"),
+    # `1u`: C++ would multiply 16 bits as int, which may overflow.
+    "mul.lo": ("BB", "1u * {0} * {1}"),
     "mul.hi": ("TT", "high_product({0}, {1})"),
     "mul.wide": ("TT", "wide_product({0}, {1})"),
-    "mad.lo": ("BBB", "{0} * {1} + {2}"),
+    "mad.lo": ("BBB", "1u * {0} * {1} + {2}"),
     "mad.wide": ("TTW", "wide_product({0}, {1}) + {2}"),
     "neg": ("B", "0 - {0}"),
     "and": ("TT", "{0} & {1}"),
@@ -452,6 +453,8 @@ _COMPUTED = {
 }
 #: The same of floating types, whose bits are enough for it.
 _OF_BITS = {"selp": "", "copysign": "", "neg": "{0} ^ {sign}", "abs": "{0} & ~{sign}"}
+#: PTX has no other types of neg; other types of bfind are not done here.
+_TYPES = {"bfind.shiftamt": ("u32",), "neg": ("s16", "s32", "s64", "bf16", "f16", "f32")}
 
 
 @emits("mul", "mad", "shf", "bfind", "abs", *(name for name in _COMPUTED if "." not in name))
@@ -461,6 +464,8 @@ def _computed(context: Context, instruction: Instruction) -> str:
     raw, name = f"b{bits(kind)}", ".".join((instruction.opcode, *instruction.modifiers[:-1]))
     if is_float(kind) and name not in _OF_BITS:
         return _real(context, instruction)
+    if kind not in _TYPES.get(name, (kind,)):
+        raise modifiers.error("unknown type")
     types, formula = _COMPUTED.get(name, ("B", ""))
     if is_float(kind):
         formula = _OF_BITS[name] or formula
