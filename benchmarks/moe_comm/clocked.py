@@ -103,7 +103,6 @@ class Layer(abc.ABC):
         changes: of costs, in the table's units.
         is_whole: simulate every rank.
         pdl: launches after a verb's first begin early.
-        seed: of the machine.
     """
 
     def __init__(
@@ -114,7 +113,6 @@ class Layer(abc.ABC):
         *,
         is_whole: bool = False,
         pdl: bool = False,
-        seed: int = 0,
     ) -> None:
         self.work, self._gpu, self._pdl = work, machine, pdl
         self._costs = costs.costs(machine, changes)
@@ -124,7 +122,7 @@ class Layer(abc.ABC):
         self._stride = -(-self._workspace_bytes() // mmap.PAGESIZE) * mmap.PAGESIZE
         self._memory = Memory(self._stride * work.ep_size)
         self._bases = [self._memory.address + rank * self._stride for rank in range(work.ep_size)]
-        self._machine = Machine(work.ep_size, clock=True, seed=seed)
+        self._machine = Machine(work.ep_size, clock=True)
         self._clock = self._clock_of(VERBS[0])
         self._machine.use(self._library)
         for rank, base in enumerate(self._bases):

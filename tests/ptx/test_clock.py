@@ -303,6 +303,14 @@ def test_a_rank_that_stands_for_both() -> None:
     assert ranks.memory[0][0] == 1
 
 
+def test_every_cost_says_where_it_comes_from() -> None:
+    for row in costs.TABLE:
+        assert set(row.known) <= set(costs.KNOWN), row
+        assert row.meaning, row
+        assert row.source or set(row.known) == {"estimate"}, row
+        assert row.known[1] != "measured", row
+
+
 def test_what_is_measured_stands_in_its_file() -> None:
     """Rounded; and each row that the file has is measured."""
     file = Path(gpu_constants.__file__).parent / "results/2026-11-26-h200-2-constants.json"
@@ -348,6 +356,11 @@ def test_more_tokens_take_no_less_time(of: type[Ours]) -> None:
         assert few < more + a_poll, verb
         assert more < many + a_poll, verb
         assert 1.01 * few < many, verb
+
+
+@pytest.mark.parametrize("of", [Small, Bulk])
+def test_a_run_can_be_repeated(of: type[Ours]) -> None:
+    assert timed(SMALL, of=of) == timed_once(SMALL, of=of)
 
 
 #: What GATED takes on the clock, in us: change a figure in the commit that changes the time, which
