@@ -77,37 +77,6 @@ def test_a_worker_may_copy_its_configuration(
     assert parallel.current_platform.device_type == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"eplb_config": {"num_redundant_experts": 1}}, "num_redundant_experts=2"),
-        ({"eplb_config": {"communicator": "torch_nccl", "use_async": False}}, "torch_nccl"),
-        ({"worker_cls": "some.where.Worker"}, "--worker-cls some.where.Worker"),
-    ],
-)
-def test_what_cpu_ranks_cannot_do_is_named(
-    values: dict[str, Any], words: str, checkpoint: Path
-) -> None:
-    with pytest.raises(UnsupportedError, match="cannot serve") as caught:
-        created(checkpoint, **values)
-    assert words in str(caught.value)
-
-
-def rules(device: str, **values: Any) -> list[str]:
-    balancing = SimpleNamespace(communicator="torch_gloo")
-    parallel = SimpleNamespace(enable_eplb=True, eplb_config=balancing)
-    config = {"parallel_config": parallel, "speculative_config": None, "use_v2_model_runner": False}
-    asked = SimpleNamespace(**{**config, **values})
-    return list(eplb.problems(asked, device, worker_is_ours=True))
-
-
-def test_rules_that_this_machine_would_hide() -> None:
-    assert rules("cpu") == []
-    assert "draft model" in rules("cpu", speculative_config=object())[0]
-    assert "VLLM_USE_V2_MODEL_RUNNER=0" in rules("cpu", use_v2_model_runner=True)[0]
-    assert rules("cuda", speculative_config=object(), use_v2_model_runner=True) == []
-
-
 # Physical ids of CPU ranks.
 
 
