@@ -1,9 +1,8 @@
 """A server whose experts change their ranks while it answers.
 
-    python -m pytest -m long tests/integration/servers/test_eplb_e2e.py
-
 Greedy tokens in float32 must be those of a one-rank server, and the counters must show that experts
-have moved meanwhile, again and again.
+have moved meanwhile, again and again. The balancer, its policy, its code that moves weights and its
+communicator are vLLM's, and so are the experts and their packing.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import pytest
 from tests.integration.servers.servers import EpServer, Requests
 from tests.integration.servers.test_vllm_e2e import QWEN3, _num_moe_layers
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]
+pytestmark = pytest.mark.e2e
 
 #: Of a few hundred steps; requests are on their way in most of them.
 INTERVAL = 12
@@ -27,11 +26,11 @@ BALANCING = {"num_redundant_experts": 2, "step_interval": INTERVAL, "window_size
 def test_tokens_stay_those_of_one_rank(requests: Requests, folder: Path) -> None:
     chosen = f"--eplb-config={json.dumps(BALANCING)}"
     with EpServer(requests, folder, "eplb", *SERVED, chosen) as server:
-        assert server.differing(range(8), concurrency=1) == [], "one rank is idle"
+        assert server.differing(range(4), concurrency=1) == [], "one rank is idle"
         first = server.stats(2)
-        assert server.differing(range(8, 40), concurrency=6) == []
+        assert server.differing(range(4, 24), concurrency=6) == []
         then = server.stats(2)
-        server.check_traffic(2, 40, _num_moe_layers(QWEN3))
+        server.check_traffic(2, 24, _num_moe_layers(QWEN3))
     for before, after in zip(first, then, strict=True):
         assert before["eplb"]["rearrangements"] >= 2
         assert after["eplb"]["rearrangements"] >= before["eplb"]["rearrangements"] + 2

@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import threading
 import time
-import urllib.request
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moe_nvlink_plugin.integration.demo.server import ServerError
 from tests.integration.servers.deployments import Deployment
-from tests.integration.servers.servers import EpServer, Requests, our_files, send_signal
+from tests.integration.servers.servers import Asking, EpServer, Requests, our_files, send_signal
 from tests.integration.servers.test_vllm_e2e import EAGER
 
 pytestmark = pytest.mark.e2e
@@ -35,20 +33,16 @@ def tolerant(requests: Requests, where: Path, name: str, *more: str) -> Iterator
 
 def status(server: EpServer) -> dict[str, Any]:
     """What a server says of its engine."""
-    url = f"http://127.0.0.1:{server.server.port}/fault_tolerance/status"
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        engine: dict[str, Any]
-        (engine,) = json.load(answer)["engines"]
-        return engine
+    engine: dict[str, Any]
+    (engine,) = server.server.get("/fault_tolerance/status")["engines"]
+    return engine
 
 
 def retry(servers: list[EpServer], **params: Any) -> None:
-    body = json.dumps({"instruction": "retry", "params": params}).encode()
+    body = json.dumps({"instruction": "retry", "params": params})
     for server in servers:
-        url = f"http://127.0.0.1:{server.server.port}/fault_tolerance/apply"
-        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            assert answer.status == 202
+        code, text = server.server._request("POST", "/fault_tolerance/apply", body, 10.0)
+        assert code == HTTPStatus.ACCEPTED, text
 
 
 def wait_until(servers: list[EpServer], state: str) -> None:
@@ -60,32 +54,13 @@ def wait_until(servers: list[EpServer], state: str) -> None:
         time.sleep(0.2)
 
 
-class Long:
-    """Requests on their way at servers that cannot finish them."""
-
-    def __init__(self, servers: list[EpServer]) -> None:
-        self._threads = [threading.Thread(target=self._ask, args=(one,)) for one in servers]
-        for thread in self._threads:
-            thread.start()
-
-    @staticmethod
-    def _ask(server: EpServer) -> None:
-        with contextlib.suppress(ServerError):  # vLLM cuts the answer off, with HTTP 200
-            server.server.complete(server.requests.prompts[:4], max_tokens=400, timeout_s=120)
-
-    def end(self) -> None:
-        for thread in self._threads:
-            thread.join(timeout=120)
-            assert not thread.is_alive()
-
-
 @pytest.mark.long
 def test_a_rank_that_has_stopped_for_a_while(requests: Requests, folder: Path) -> None:
     """Both engines notice; after `retry` the tokens are those of one rank again."""
     with tolerant(requests, folder, "external balancer") as servers:
         assert servers[0].differing(range(4), concurrency=4) == []
         worker = servers[0].stats(2)[1]["pid"]
-        asking = Long(servers)
+        asking = [Asking(server) for server in servers]
         servers[0].wait_for_rounds(0, 100)
         send_signal(worker, signal.SIGSTOP)
         try:
@@ -93,7 +68,8 @@ def test_a_rank_that_has_stopped_for_a_while(requests: Requests, folder: Path) -
         finally:
             send_signal(worker, signal.SIGCONT)
         wait_until(servers, "unhealthy")
-        asking.end()
+        for one in asking:
+            one.end()
         retry(servers)
         wait_until(servers, "healthy")
         for server in servers:
@@ -105,11 +81,12 @@ def kill_the_third(servers: list[EpServer]) -> list[dict[str, Any]]:
     for server in servers:
         assert server.differing(range(2), concurrency=2) == []
     stats = servers[0].stats(3)
-    asking = Long(servers)
+    asking = [Asking(server) for server in servers]
     servers[0].wait_for_rounds(0, stats[0]["rounds"] + 20)
     send_signal(stats[2]["pid"], signal.SIGKILL)
     wait_until(servers[:2], "unhealthy")
-    asking.end()
+    for one in asking:
+        one.end()
     return stats
 
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import signal
 import time
-import urllib.request
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,6 +30,7 @@ from tests.integration.servers.servers import (
     Requests,
     Stops,
     check_stopped_rank_is_named,
+    metrics,
     our_files,
     send_signal,
 )
@@ -77,7 +76,8 @@ class Drafts(NamedTuple):
         while len(set(seen[-4:])) != 1 or len(seen) < 4:
             assert time.monotonic() < deadline, f"the counters do not come to rest: {seen[-4:]}"
             names = ("drafts", "draft_tokens", "accepted_tokens")
-            seen.append(cls(*map(_counter(server), names)))
+            found = metrics(server)
+            seen.append(cls(*(int(found[f"vllm:spec_decode_num_{one}_total"]) for one in names)))
             time.sleep(0.15)
         _LAST_SEEN[server] = seen[-1]
         return seen[-1]
@@ -87,18 +87,6 @@ class Drafts(NamedTuple):
 
 
 _LAST_SEEN: weakref.WeakKeyDictionary[Server, Drafts] = weakref.WeakKeyDictionary()
-
-
-def _counter(server: Server) -> Any:
-    """Reads counters of speculation by name, each the sum over the ranks."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as reply:
-        text = reply.read().decode()
-
-    def read(name: str) -> int:
-        pattern = rf"^vllm:spec_decode_num_{name}_total\{{.*\}} (\S+)$"
-        return sum(int(float(value)) for value in re.findall(pattern, text, re.MULTILINE))
-
-    return read
 
 
 class Reference(NamedTuple):
@@ -116,10 +104,9 @@ class Reference(NamedTuple):
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> Reference:
     checkpoint = write_checkpoint(folder / "mtp", MTP_MODEL)
-    draw = random.Random(7)
-    vocab = range(MTP_MODEL.vocab_size)
-    prompts = [draw.choices(vocab, k=draw.randint(1, 60)) for _ in range(NUM_SEQUENCES + 1)]
-    lengths = [draw.randint(4, 30) for _ in range(NUM_SEQUENCES)] + [LONG_LENGTH]
+    longest = (60, 30)
+    requests = Requests.drawn(checkpoint, MTP_MODEL.vocab_size, NUM_SEQUENCES + 1, longest=longest)
+    requests.lengths[LONG] = LONG_LENGTH
     server = ForkedServer(
         model=checkpoint,
         name="one rank",
@@ -127,16 +114,18 @@ def reference(folder: Path) -> Reference:
         arguments=["--enforce-eager", *speculating()],
         with_plugins=False,
     )
-    tokens, blocks = [], []
+    blocks = []
     with server:
         server.wait_until_ready()
         for first in range(0, NUM_SEQUENCES + 1, BLOCK):
             block = slice(first, first + BLOCK)
             before = Drafts.before(server)
-            answers = server.complete(prompts[block], max_tokens=lengths[block])
-            tokens += [answer.token_ids for answer in answers]
+            asked = requests._replace(
+                prompts=requests.prompts[block], lengths=requests.lengths[block]
+            )
+            requests.expected.extend(asked.ask(server))
             blocks.append(Drafts.of(server) - before)
-    return Reference(Requests(checkpoint, prompts, lengths, tokens), blocks)
+    return Reference(requests, blocks)
 
 
 def speculating(**config: str) -> list[str]:
@@ -182,15 +171,8 @@ def check_same(
     rank: int | None = None,
 ) -> Drafts:
     """The tokens and the counts of whole heads, for blocks of requests; returns the counts."""
-    requests = reference.requests
     before = Drafts.before(server.server)
-    answers = server.server.complete(
-        [requests.prompts[n] for n in numbers],
-        max_tokens=[requests.lengths[n] for n in numbers],
-        concurrency=concurrency,
-        rank=rank,
-    )
-    assert [a.token_ids for a in answers] == [requests.expected[n] for n in numbers]
+    assert server.differing(numbers, concurrency, rank) == []
     drafts = Drafts.of(server.server) - before
     assert drafts == reference.drafts(numbers)
     return drafts

@@ -11,7 +11,6 @@ the model as it is, and in the bytes that the exchange counted.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -59,7 +58,9 @@ class OneRank:
     def __init__(self, folder: Path, checkpoint: Path, dtype: str) -> None:
         plugin = write_plugin(folder / f"plugin-{dtype}", PLUGIN, quantise_reference)
         self._mode = plugin / quantise_reference.MODE_FILE
-        self.requests = _draw_requests(checkpoint)
+        self.requests = Requests.drawn(
+            checkpoint, MODEL.vocab_size, NUM_SEQUENCES, longest=(40, 24)
+        )
         self._set(Mode())
         self.server = ForkedServer(
             model=checkpoint,
@@ -73,7 +74,7 @@ class OneRank:
         try:
             self.server.wait_until_ready()
             requests = self.requests
-            tokens = _complete(self.server, requests)
+            tokens = requests.ask(self.server)
             # The sequences whose log-probabilities are compared: what the model itself answers.
             self.sequences = [p + t for p, t in zip(requests.prompts, tokens, strict=True)]
             self.plain = Answers(tokens, _logprobs(self.server, self.sequences))
@@ -90,24 +91,10 @@ class OneRank:
         return self.answers_of(self.server)
 
     def answers_of(self, server: Server) -> Answers:
-        return Answers(_complete(server, self.requests), _logprobs(server, self.sequences))
+        return Answers(self.requests.ask(server), _logprobs(server, self.sequences))
 
     def _set(self, mode: Mode) -> None:
         self._mode.write_text(json.dumps(mode), "utf-8")
-
-
-def _draw_requests(checkpoint: Path) -> Requests:
-    draw = random.Random(11)
-    prompts = [
-        draw.choices(range(MODEL.vocab_size), k=draw.randint(1, 40)) for _ in range(NUM_SEQUENCES)
-    ]
-    lengths = [draw.randint(4, 24) for _ in prompts]
-    return Requests(checkpoint, prompts, lengths, [])
-
-
-def _complete(server: Server, requests: Requests) -> list[list[int]]:
-    answers = server.complete(requests.prompts, max_tokens=requests.lengths, concurrency=6)
-    return [answer.token_ids for answer in answers]
 
 
 def _logprobs(server: Server, sequences: list[list[int]]) -> list[list[float]]:

@@ -6,20 +6,17 @@ scheduler must have evicted requests of the same load, or the comparison would s
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import json
 import random
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 
 from benchmarks.serving import streams
@@ -30,7 +27,7 @@ from moe_nvlink_plugin.integration.demo.tiny_checkpoint import (
     TinyModel,
     write_checkpoint,
 )
-from tests.integration.servers.servers import ForkedServer
+from tests.integration.servers.servers import ForkedServer, metrics
 from tests.integration.servers.test_lora_e2e import EXPERTS, _write_adapter
 from tests.upstream import models as upstream_models
 
@@ -66,22 +63,11 @@ def serving(folder: Path, name: str, checkpoint: Path, *flags: str) -> Iterator[
         yield server
 
 
-def counters(server: Server) -> dict[str, float]:
-    """The server's metrics by name, summed over engines and labels."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as reply:
-        text = reply.read().decode()
-    found: dict[str, float] = collections.defaultdict(float)
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            found[sample.name] += sample.value
-    return found
-
-
 def at_rest(server: Server) -> dict[str, float]:
     """The metrics, once nothing runs: vLLM counts an eviction when the request runs again."""
     deadline = time.monotonic() + LIMIT_S
     while True:
-        found = counters(server)
+        found = metrics(server)
         if not found["vllm:num_requests_running"] + found["vllm:num_requests_waiting"]:
             return found
         assert time.monotonic() < deadline, "requests run after the last answer"
@@ -156,7 +142,7 @@ def test_metrics_tell_who_waits(pair: Pair) -> None:
     end = time.monotonic() + 120
     with ThreadPoolExecutor() as pool:
         answers = pool.submit(tokens_of, pair.ours, drawn(2, number=40))
-        while not all(map(counters(pair.ours).get, names)):
+        while not all(map(metrics(pair.ours).get, names)):
             if answers.done():
                 assert time.monotonic() < end, "nobody waited"
                 answers = pool.submit(tokens_of, pair.ours, drawn(2, number=40))
@@ -167,7 +153,7 @@ def test_metrics_tell_who_waits(pair: Pair) -> None:
         f"{CAPACITY}_reserved_blocks": 0,
         f"{CAPACITY}_refused_requests_total": 0,
     }
-    assert not any(name.startswith(CAPACITY) for name in counters(pair.theirs))
+    assert not any(name.startswith(CAPACITY) for name in metrics(pair.theirs))
 
 
 #: With our exchange, over two ranks.
@@ -228,6 +214,6 @@ def test_beside(name: str, tmp_path: Path) -> None:
             found.append(tokens_of(server, requests))
             evicted.append(evictions(server))
             if "--speculative-config" in flags:
-                assert counters(server)["vllm:spec_decode_num_accepted_tokens_total"] > 0
+                assert metrics(server)["vllm:spec_decode_num_accepted_tokens_total"] > 0
     assert found[0] == found[1]
     assert evicted[0] > evicted[1] == 0

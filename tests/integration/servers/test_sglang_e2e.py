@@ -90,21 +90,17 @@ def _ask_one_rank(
 ) -> Expected:
     """Its answers to prompts of at most `longest[0]` tokens, at most `longest[1]` long."""
     checkpoint = write_checkpoint(folder / model.architecture, model)
-    draw = random.Random(7)
-    vocab = range(model.vocab_size)
-    prompts = [draw.choices(vocab, k=draw.randint(1, longest[0])) for _ in range(num_sequences)]
-    lengths = [draw.randint(4, longest[1]) for _ in prompts]
-    sequence = draw.choices(vocab, k=101)
+    requests = Requests.drawn(checkpoint, model.vocab_size, num_sequences, longest=longest)
+    sequence = random.Random(8).choices(range(model.vocab_size), k=101)
     name = f"one rank {model.architecture}"
     with ForkedSglang(
         model=checkpoint, name=name, folder=folder, with_plugins=False, environment=environment
     ) as server:
         server.wait_until_ready()
-        answers = server.complete(prompts, max_tokens=lengths, concurrency=8)
+        requests = requests._replace(expected=requests.ask(server))
         logprobs = server.logprobs(sequence)
         assert not environment or _computes_with_triton(server)
-    tokens = [answer.token_ids for answer in answers]
-    return Expected(Requests(checkpoint, prompts, lengths, tokens), sequence, logprobs)
+    return Expected(requests, sequence, logprobs)
 
 
 def _computes_with_triton(server: Server) -> bool:

@@ -33,6 +33,7 @@ _E2E = f"{_SERVERS}/test_vllm_e2e.py"
 _TRITON_EXPERTS = "tests/integration/vllm/moe/test_vllm_triton_experts.py"
 _MXFP4_EXPERTS = "tests/integration/vllm/moe/test_vllm_mxfp4_experts.py"
 _ONE_RANK = f"{_E2E}::test_tokens_equal_those_of_one_rank"
+_BALANCING = f"{_SERVERS}/test_eplb_e2e.py"
 _FAULTS = f"{_SERVERS}/test_faults_e2e.py"
 _STOP = f"{_FAULTS}::test_a_rank_that_has_stopped_for_a_while"
 _DEATH = f"{_FAULTS}::test_a_rank_that_has_died"
@@ -71,7 +72,7 @@ LONG = {
     "triton experts": Run((_TRITON_EXPERTS, _MXFP4_EXPERTS), TRITON, minutes=20),
     "triton experts, three ranks": Run((_TRITON_EXPERTS, _MXFP4_EXPERTS), TRITON, 20, "long"),
     "adapter": Run(("tests/integration/vllm",), minutes=20, may_skip="Triton does not run here"),
-    "servers": Run((_E2E,), minutes=15),
+    "servers": Run((_E2E, _BALANCING), minutes=20),
     "faults": Run((_FAULTS,), minutes=15, marked="long or not long"),
     "v2 faults": Run((_STOP, _DEATH), V2, 15, "long or not long"),
     "v2 servers": Run((_E2E,), V2, minutes=15),

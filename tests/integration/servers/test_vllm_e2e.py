@@ -9,11 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +85,7 @@ def requests_of(folder: Path) -> Callable[[TinyModel], Requests]:
 
 def ask_one_rank(model: TinyModel, folder: Path) -> Requests:
     checkpoint = write_checkpoint(folder / model.architecture, model)
-    draw = random.Random(7)
-    vocab = range(model.vocab_size)
-    prompts = [draw.choices(vocab, k=draw.randint(1, 60)) for _ in range(NUM_SEQUENCES)]
-    lengths = [draw.randint(4, 24) for _ in prompts]
+    requests = Requests.drawn(checkpoint, model.vocab_size, NUM_SEQUENCES)
     server = ForkedServer(
         model=checkpoint,
         name=f"one rank {model.architecture}",
@@ -101,8 +96,7 @@ def ask_one_rank(model: TinyModel, folder: Path) -> Requests:
     )
     with server:
         server.wait_until_ready()
-        answers = server.complete(prompts, max_tokens=lengths, concurrency=8)
-    return Requests(checkpoint, prompts, lengths, [answer.token_ids for answer in answers])
+        return requests._replace(expected=requests.ask(server))
 
 
 def _num_moe_layers(model: TinyModel) -> int:
@@ -177,7 +171,7 @@ class TestTwoDataParallelRanks:
             asking = pool.submit(server.server.complete, prompts, max_tokens=400)
             server.wait_for_rounds(0, rounds + 20)
             assert _post(server, "/pause?mode=keep") == {"status": "paused"}
-            assert _get(server, "/is_paused") == {"is_paused": True}
+            assert server.server.get("/is_paused") == {"is_paused": True}
             paused = server.stats(2)[0]["rounds"]
             time.sleep(SHORT_TIMEOUT_S + 1)
             assert server.stats(2)[0]["rounds"] == paused
@@ -190,7 +184,7 @@ class TestTwoDataParallelRanks:
     def test_requests_go_on_after_a_sleep(self, server: EpServer) -> None:
         """vLLM's CPU workers keep their memory, so here a sleep is a pause."""
         assert _post(server, "/sleep?level=1")["status"] == "sleeping"
-        assert _get(server, "/is_sleeping") == {"is_sleeping": True}
+        assert server.server.get("/is_sleeping") == {"is_sleeping": True}
         assert _post(server, "/wake_up")["status"] == "awake"
         assert server.differing(range(4), concurrency=4) == []
 
@@ -229,12 +223,6 @@ class TestTwoDataParallelRanks:
 
 def _post(server: EpServer, path: str, body: Mapping[str, Any] | None = None) -> Any:
     return server.server._post(path, body or {}, 60.0)
-
-
-def _get(server: EpServer, path: str) -> Any:
-    status, text = server.server._request("GET", path, None, 60.0)
-    assert status == HTTPStatus.OK, text
-    return json.loads(text)
 
 
 EAGER = "--enforce-eager"
@@ -422,79 +410,6 @@ def test_every_shape_of_a_deployment(
                 assert deployment.answering[0].differing(range(3, 6), 3, rank=rank) == []
         assert deployment.differing(range(6, 18), concurrency=4) == []
         deployment.answering[0].check_traffic(ep_size, 18, _num_moe_layers(QWEN3))
-
-
-_MANAGERS = """
-import json, os, sys
-from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
-from vllm.distributed import get_ep_group, parallel_state
-from moe_nvlink_plugin.integration.vllm.plugin import communicator
-from moe_nvlink_plugin.transport import hosts
-
-rank, port, answers = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-parallel = ParallelConfig(
-    data_parallel_size=2, data_parallel_rank=rank, enable_expert_parallel=True,
-    is_moe_model=True, data_parallel_master_port=port, _data_parallel_master_port_list=[port],
-)
-config = VllmConfig(parallel_config=parallel)
-boot_id, found = hosts.boot_id, []
-with set_current_vllm_config(config):
-    parallel_state.init_distributed_environment(1, 0, "", 0, "gloo")
-    for options, apart, wrong in [
-        ({"fallback": "allgather_reducescatter"}, False, ""),
-        ({"fallback": "allgather_reducescatter"}, True, ""),
-        ({"fallback": "allgather_reducescatter"}, False, "a planted fault"),
-        ({}, True, ""),
-    ]:
-        communicator.why_wrong = lambda *_: wrong
-        # On CPU ranks the platform refuses the option, so vLLM gets it after its own checks.
-        config.additional_config = {"all2all_backend": "moe_nvlink", "moe_nvlink": options}
-        hosts.boot_id = (lambda: f"of rank {rank}") if apart else boot_id
-        try:
-            parallel_state.initialize_model_parallel(1, 1, backend="gloo")
-            manager = get_ep_group().device_communicator.all2all_manager
-            found.append(type(manager).__name__)
-            parallel_state.destroy_model_parallel()
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-with open(answers, "w") as file:
-    json.dump(found, file)
-os._exit(0)  # gloo's threads of a group that was not made whole end some processes by SIGABRT
-"""
-
-
-def test_ranks_choose_their_manager_together(folder: Path) -> None:
-    """vLLM's own groups of two processes: connected, and each on a host that the other is not on.
-
-    vLLM's manager cannot serve CPU ranks, so there are no tokens here.
-    """
-    work = folder / "managers"
-    work.mkdir()
-    script = work / "managers.py"
-    script.write_text(_MANAGERS, "utf-8")
-    port = str(free_port())
-    running = []
-    with (work / "log").open("wb") as log:
-        for rank in range(2):
-            command = [str(script), str(rank), port, str(work / f"rank{rank}.json")]
-            environment = {**os.environ, **CPU_ENVIRONMENT}
-            running.append(templates().with_ours.fork(command, environment, log))
-    try:
-        for process in running:
-            assert process.wait(timeout=120) == 0, (work / "log").read_text("utf-8")[-3000:]
-    finally:
-        for process in running:
-            processes.end_session(process.pid)
-    for rank in range(2):
-        answers = json.loads((work / f"rank{rank}.json").read_text("utf-8"))
-        ours, vllms, fallen_back, stopped = answers
-        assert (ours, vllms) == ("MoeNvlinkAll2AllManager", "AgRsAll2AllManager")
-        assert fallen_back == vllms
-        assert stopped.startswith("UnsupportedError: --all2all-backend moe_nvlink: no transport")
-        assert "rank 0 on" in stopped
-        assert "rank 1 on" in stopped
-    warned = (work / "log").read_text("utf-8").count("All ranks go on with vLLM's own")
-    assert warned == 2, "once for each of the two times, by rank 0"
 
 
 def test_ranks_whose_rows_get_lost_do_not_serve(folder: Path) -> None:

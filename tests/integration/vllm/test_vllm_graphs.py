@@ -167,16 +167,3 @@ def test_ranks_that_capture_different_sizes_are_refused(other: dict[str, Any], n
 
 def test_ranks_that_capture_equal_sizes_go_on() -> None:
     assert _agree(_worker(), _worker()) == ["", ""]
-
-
-@pytest.mark.parametrize(
-    ("sleeps", "by", "refused"),
-    [(True, "cumem", False), (True, "criu", True), (False, "criu", False)],
-)
-def test_a_sleep_that_frees_the_workspace_is_refused(sleeps: bool, by: str, refused: bool) -> None:
-    from moe_nvlink_plugin.integration.vllm.plugin import validation
-
-    model = SimpleNamespace(enable_sleep_mode=sleeps, sleep_mode_backend=by)
-    found = list(validation._sleep(model))
-    assert len(found) == refused
-    assert all(f"--sleep-mode-backend {by}" in message for message in found)

@@ -67,24 +67,8 @@ def test_the_factory_is_registered_once(
     factory.put_in_place()  # the stand-in refuses a second one
     assert registry.factories == {BACKEND: made}
     assert issubclass(made, Factory)
+    assert made.supports_sequence_parallel, "as under the carrier"
     assert caplog.text == ""
-
-
-@pytest.mark.parametrize(("tensor", "data"), [(2, 2), (1, 2), (2, 1)])
-def test_sequence_parallelism_is_that_of_the_carrier(
-    registry: Registry, tensor: int, data: int
-) -> None:
-    def has_it(name: str) -> bool:
-        return OpenParallelConfig(
-            all2all_backend=name,
-            enable_expert_parallel=True,
-            tensor_parallel_size=tensor,
-            data_parallel_size=data,
-        ).use_sequence_parallel_moe
-
-    assert not has_it(BACKEND)
-    factory.put_in_place()
-    assert has_it(BACKEND) is has_it(CARRIER) is (tensor > 1 and data > 1)
 
 
 def _loaded(group: ThreadGroup, weights: Weights, *, named: bool = False) -> tuple[Any, Manager]:
@@ -214,44 +198,43 @@ def _refuse(_cls: Any) -> None:
     raise TypeError("two arguments are needed")
 
 
+#: What stands under one of the registry's names, None for nothing, and what is told of it.
+OTHERS_REGISTRIES: dict[str, tuple[str, Any, str]] = {
+    "no base": (vllm_registry.BASE, None, "it lacks .*MoEPrepareFinalizeFactory"),
+    "no decorator": (vllm_registry.REGISTER, None, f"it lacks .*{vllm_registry.REGISTER}"),
+    "no table": (vllm_registry.FACTORIES, None, f"it lacks .*{vllm_registry.FACTORIES}"),
+    "no sequences": (
+        *(vllm_registry.BASE, NoSequences, "it lacks .*Factory.supports_sequence_parallel"),
+    ),
+    "another create": (
+        vllm_registry.BASE,
+        OtherCreate,
+        r"takes \['moe', 'quant_config', 'group'\], we know \['moe', ",
+    ),
+    "no function": (vllm_registry.BASE, NoFunction, "TypeError: .*not a callable"),
+    "a decorator that keeps nothing": (
+        *(vllm_registry.REGISTER, lambda cls: cls, "it has None for moe_nvlink"),
+    ),
+    "one that refuses": (vllm_registry.REGISTER, _refuse, "TypeError: two arguments are needed"),
+    "a list": (vllm_registry.FACTORIES, [BACKEND], "AttributeError: 'list' object"),
+    "another's factory": (
+        *(vllm_registry.FACTORIES, {BACKEND: OtherCreate}, "it has .*OtherCreate.* for moe"),
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("module", "name", "value", "told"),
-    [
-        (prepare_finalize, vllm_registry.BASE, None, "it lacks .*MoEPrepareFinalizeFactory"),
-        (all2all_utils, vllm_registry.REGISTER, None, f"it lacks .*{vllm_registry.REGISTER}"),
-        (all2all_utils, vllm_registry.FACTORIES, None, f"it lacks .*{vllm_registry.FACTORIES}"),
-        (
-            *(prepare_finalize, vllm_registry.BASE, NoSequences),
-            "it lacks .*Factory.supports_sequence_parallel",
-        ),
-        (
-            *(prepare_finalize, vllm_registry.BASE, OtherCreate),
-            r"takes \['moe', 'quant_config', 'group'\], we know \['moe', ",
-        ),
-        (prepare_finalize, vllm_registry.BASE, NoFunction, "TypeError: .*not a callable"),
-        (all2all_utils, vllm_registry.REGISTER, lambda cls: cls, "it has None for moe_nvlink"),
-        (all2all_utils, vllm_registry.REGISTER, _refuse, "TypeError: two arguments are needed"),
-        (all2all_utils, vllm_registry.FACTORIES, [BACKEND], "AttributeError: 'list' object"),
-        (
-            *(all2all_utils, vllm_registry.FACTORIES, {BACKEND: OtherCreate}),
-            "it has .*OtherCreate.* for moe",
-        ),
-    ],
-    ids=[
-        *("no base", "no decorator", "no table", "no sequences", "another create", "no function"),
-        *("a decorator that keeps nothing", "one that refuses", "a list", "another's factory"),
-    ],
+    ("name", "value", "told"), OTHERS_REGISTRIES.values(), ids=OTHERS_REGISTRIES
 )
-@pytest.mark.usefixtures("registry", "cpu_ranks")
+@pytest.mark.usefixtures("registry")
 def test_another_registry_is_left_alone_with_one_warning(
-    module: Any,
     name: str,
     value: Any,
     told: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """value: what stands there; None if there is nothing."""
+    module = prepare_finalize if name == vllm_registry.BASE else all2all_utils
     if value is None:
         monkeypatch.delattr(module, name)
     else:
@@ -263,12 +246,6 @@ def test_another_registry_is_left_alone_with_one_warning(
     (warning,) = caplog.records
     assert re.search(told, warning.getMessage())
     assert getattr(all2all_utils, vllm_registry.FACTORIES, {}) == before
-    weights = Weights(0)
-
-    def rank_main(group: ThreadGroup) -> None:
-        vllm_experts.check_rows(_loaded(group, weights)[0], group.rank, weights)
-
-    run_ranks(EP_SIZE, rank_main)
 
 
 def test_without_a_registry_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:

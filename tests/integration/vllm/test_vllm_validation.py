@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,75 +19,40 @@ from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.vllm import backend, compat
 from moe_nvlink_plugin.integration.vllm.choices import KEY, WORDING, options_of
 from moe_nvlink_plugin.integration.vllm.plugin import communicator, flag, validation
-from tests.integration.vllm.vllm_config import config_with_us
+from tests.integration.vllm.vllm_config import config_with_us, other
 from tests.support.refusals import refused
 
 
-def _parallel(**values: Any) -> SimpleNamespace:
-    good = {
-        "enable_expert_parallel": True,
-        "data_parallel_size": 2,
-        "tensor_parallel_size": 1,
-        "all2all_backend": backend.CARRIER,
-        "enable_dbo": False,
-        "ubatch_size": 0,
-        "enable_elastic_ep": False,
-        "data_parallel_external_lb": True,
-        "enable_fault_tolerance": False,
-        "enable_eplb": False,
-        "worker_cls": "auto",
-        "prefill_context_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "nnodes": 1,
-        "data_parallel_backend": "mp",
-        "use_ray": False,
-    }
-    return SimpleNamespace(**{**good, **values})
+def drafting(method: str) -> dict[str, Any]:
+    """Values of a configuration that drafts."""
+    model = SimpleNamespace(hf_config=SimpleNamespace(architectures=[]))
+    return {"speculative_config": SimpleNamespace(method=method, draft_model_config=model)}
 
 
-def _elastic(**values: Any) -> SimpleNamespace:
-    balancing = SimpleNamespace(num_redundant_experts=0, communicator="torch_gloo", use_async=False)
-    asked = {"enable_elastic_ep": True, "enable_eplb": True, "eplb_config": balancing}
-    return _parallel(**{**asked, **values})
-
-
-def _model(**values: Any) -> SimpleNamespace:
-    good = {
-        "model": "tiny",
-        "architecture": "Qwen3MoeForCausalLM",
-        "dtype": torch.float32,
-        "get_num_experts": lambda: 16,
-        "get_num_experts_per_tok": lambda: 4,
-        "get_hidden_size": lambda: 128,
-        "enable_sleep_mode": False,
-    }
-    return SimpleNamespace(**{**good, **values})
-
-
-def _config(
-    parallel: Any = None, model: Any = None, lora: Any = None, drafts: Any = None, **options: Any
-) -> SimpleNamespace:
-    return SimpleNamespace(
-        compilation_config=SimpleNamespace(mode=CompilationMode.NONE, splitting_ops=None),
-        parallel_config=parallel or _parallel(),
-        model_config=model or _model(),
-        lora_config=lora,
-        speculative_config=drafts,
-        use_v2_model_runner=False,
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
-        additional_config={backend.KEY: backend.BACKEND, **({KEY: options} if options else {})},
-    )
-
-
-#: Adapters on all layers; a model that vLLM can send to sleep; two stages of a pipeline.
+#: Adapters on all layers, a compiled model, one that vLLM can send to sleep, two stages of a
+#: pipeline, a load balancer, and ranks that may join.
 LORA = LoRAConfig()
+COMPILED = {"mode": CompilationMode.VLLM_COMPILE}
 SLEEPS = {"enable_sleep_mode": True, "sleep_mode_backend": "cumem"}
-_staged = functools.partial(_parallel, pipeline_parallel_size=2)
+STAGED = {"pipeline_parallel_size": 2}
+BALANCING = {
+    "enable_eplb": True,
+    "eplb_config": SimpleNamespace(
+        num_redundant_experts=0, communicator="torch_gloo", use_async=False
+    ),
+}
+ELASTIC = {**BALANCING, "enable_elastic_ep": True, "data_parallel_external_lb": True}
 
 
-def _compiled(config: SimpleNamespace) -> SimpleNamespace:
-    config.compilation_config.mode = CompilationMode.VLLM_COMPILE
-    return config
+def chosen(**options: Any) -> dict[str, Any]:
+    """Values of a configuration with these options of ours."""
+    return {"additional_config": {backend.KEY: backend.BACKEND, KEY: options}}
+
+
+@pytest.fixture(scope="module")
+def good(checkpoint: Path) -> Any:
+    """vLLM's configuration of two ranks."""
+    return config_with_us(checkpoint, enforce_eager=True)
 
 
 def _refusal(config: Any, device: str = "cpu") -> str:
@@ -97,9 +61,9 @@ def _refusal(config: Any, device: str = "cpu") -> str:
     return str(caught.value)
 
 
-def test_the_good_configuration_passes(checkpoint: Path) -> None:
-    validation.check(_config(), "cpu")
-    assert backend.is_selected(config_with_us(checkpoint))
+def test_the_good_configuration_passes(good: Any, checkpoint: Path) -> None:
+    assert validation.check(good, "cpu") == Options()
+    assert backend.is_selected(good)
     assert backend.is_selected(config_with_us(checkpoint, tensor_parallel_size=2))
 
 
@@ -118,12 +82,11 @@ def test_models_that_vllm_serves_with_wrong_tokens_are_warned_about(
     tensor_parallel_size: int,
     mode: CompilationMode,
     warns: bool,
+    good: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    parallel = _parallel(tensor_parallel_size=tensor_parallel_size)
-    config = _config(parallel, _model(architecture=architecture))
-    config.compilation_config.mode = mode
-    validation.check(config, "cpu")
+    sizes = {"tensor_parallel_size": tensor_parallel_size}
+    validation.check(other(good, architecture=architecture, mode=mode, **sizes), "cpu")
     assert ("If a step has one token" in caplog.text) == warns
 
 
@@ -156,6 +119,18 @@ def test_those_models_are_vllms() -> None:
         ({"hf_overrides": {"hidden_size": 100}}, ["hidden_size 100", "multiple of 32"]),
         ({"data_parallel_size": 32}, ["16 experts on 32 ranks"]),
         ({"additional_config": {KEY: {"dispatch": "fp7"}}}, ["'fp7' is unknown"]),
+        (
+            {"enable_eplb": True, "eplb_config": {"num_redundant_experts": 1}},
+            ["num_redundant_experts=2"],
+        ),
+        (
+            {
+                "enable_eplb": True,
+                "eplb_config": {"communicator": "torch_nccl", "use_async": False},
+            },
+            ["torch_nccl"],
+        ),
+        ({"enable_eplb": True, "worker_cls": "a.Worker"}, ["--worker-cls a.Worker"]),
     ],
 )
 def test_vllm_itself_is_refused(checkpoint: Path, values: dict[str, Any], words: list[str]) -> None:
@@ -187,99 +162,120 @@ def test_two_backends_at_once_are_refused(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "device", "words"),
+    ("values", "device", "words"),
     [
-        (_config(_parallel(data_parallel_backend="ray")), "cpu", "--data-parallel-backend ray: "),
-        (_config(_parallel(use_ray=True)), "cpu", "--distributed-executor-backend ray: vLLM's"),
-        (_config(fallback=backend.CARRIER), "cpu", "CpuCommunicator has no all_gatherv"),
-        (_config(fallback="deepep"), "cuda", "fallback='deepep' is not allgather_reducescatter"),
-        (_config(lora=LORA, fallback=backend.CARRIER), "cuda", "fallback and LoRA on"),
-        (_config(model=_model(get_num_experts=lambda: 0)), "cpu", "no MoE layers"),
-        (_config(model=_model(get_num_experts_per_tok=lambda: 40)), "cpu", "top_k=40"),
+        ({"data_parallel_backend": "ray"}, "cpu", "--data-parallel-backend ray: "),
+        ({"use_ray": True}, "cpu", "--distributed-executor-backend ray: vLLM's"),
+        (chosen(fallback=backend.CARRIER), "cpu", "CpuCommunicator has no all_gatherv"),
+        (chosen(fallback="deepep"), "cuda", "fallback='deepep' is not allgather_reducescatter"),
         (
-            _config(_parallel(worker_cls="some.Worker"), lora=LORA),
-            "cpu",
-            "--worker-cls some.Worker",
-        ),
-        (_config(model=_model(get_num_experts=lambda: 15), lora=LORA), "cuda", "15 experts on 2"),
-        (_config(_parallel(enable_eplb=True), lora=LORA), "cuda", "experts move"),
-        (_config(), "xpu", "transports for cpu and cuda ranks"),
-        (_config(_parallel(enable_dbo=True)), "cuda", "--enable-dbo"),
-        (_config(_staged()), "cpu", "--pipeline-parallel-size 2 with --enforce-eager"),
-        (_config(_staged(), drafts=1), "cuda", "-parallel-size 2 with --speculative-config"),
-        (_config(_staged(), lora=LORA), "cuda", "--pipeline-parallel-size 2 with --enable-lora"),
-        (
-            _config(_staged(enable_eplb=True)),
+            {"lora_config": LORA, **chosen(fallback=backend.CARRIER)},
             "cuda",
-            "--pipeline-parallel-size 2 with --enable-epl",
+            "fallback and LoRA on",
         ),
-        (_config(lora=LoRAConfig(fully_sharded_loras=True)), "cuda", "--fully-sharded-loras"),
-        (_config(model=_model(**SLEEPS), lora=LORA), "cuda", "LoRA on experts with --enable-sleep"),
-        (_config(lora=LORA, drafts=object()), "cuda", "LoRA with drafts"),
+        (
+            {**drafting("mtp"), **chosen(fallback=backend.CARRIER, mtp_lm_head_tp_size=2)},
+            "cuda",
+            "fallback and mtp_lm_head_tp_size",
+        ),
+        ({"get_num_experts": lambda: 0}, "cpu", "no MoE layers"),
+        ({"get_num_experts_per_tok": lambda: 40}, "cpu", "top_k=40"),
+        ({"worker_cls": "a.Worker", "lora_config": LORA}, "cpu", "--worker-cls a.Worker"),
+        ({"get_num_experts": lambda: 15, "lora_config": LORA}, "cuda", "15 experts on 2"),
+        ({"enable_eplb": True, "lora_config": LORA}, "cuda", "experts move"),
+        ({}, "xpu", "transports for cpu and cuda ranks"),
+        ({"enable_dbo": True}, "cuda", "--enable-dbo"),
+        (STAGED, "cpu", "--pipeline-parallel-size 2 with --enforce-eager"),
+        (
+            STAGED | drafting("ngram"),
+            "cuda",
+            "--pipeline-parallel-size 2 with --speculative-config",
+        ),
+        ({**STAGED, "lora_config": LORA}, "cuda", "-parallel-size 2 with --enable-lora"),
+        ({**STAGED, "enable_eplb": True}, "cuda", "-parallel-size 2 with --enable-eplb"),
+        ({"lora_config": LoRAConfig(fully_sharded_loras=True)}, "cuda", "--fully-sharded-loras"),
+        ({**SLEEPS, "lora_config": LORA}, "cuda", "LoRA on experts with --enable-sleep"),
+        ({"lora_config": LORA, **drafting("ngram")}, "cuda", "LoRA with drafts"),
+        (SLEEPS | {"sleep_mode_backend": "criu"}, "cuda", "--sleep-mode-backend criu"),
+        (BALANCING | drafting("ngram"), "cpu", "draft model"),
+        (BALANCING | {"use_v2_model_runner": True}, "cpu", "VLLM_USE_V2_MODEL_RUNNER=0"),
         # Where ranks may join.
-        (_config(_elastic(data_parallel_external_lb=False)), "cuda", "--data-parallel-rank"),
-        (_config(_elastic(worker_cls="some.where.Worker")), "cuda", "with --worker-cls some.where"),
-        (_config(_elastic(tensor_parallel_size=2)), "cuda", "with --tensor-parallel-size above 1"),
-        (_config(_elastic(), drafts=object()), "cuda", "with --speculative-config"),
-        (_config(_elastic(), lora=LoRAConfig(target_modules=["o"])), "cuda", "with --enable-lora"),
-        (_config(_elastic(enable_fault_tolerance=True)), "cpu", "with --enable-fault-tolerance"),
-        (_config(_elastic(), fallback=backend.CARRIER), "cuda", "with the option `fallback`"),
-        (_compiled(_config(_elastic())), "cpu", "with a compiled model on CPU ranks"),
+        (ELASTIC | {"data_parallel_external_lb": False}, "cuda", "--data-parallel-rank"),
+        (ELASTIC | {"worker_cls": "a.Worker"}, "cuda", "with --worker-cls a.Worker"),
+        (ELASTIC | {"tensor_parallel_size": 2}, "cuda", "with --tensor-parallel-size above 1"),
+        (ELASTIC | drafting("ngram"), "cuda", "with --speculative-config"),
+        (
+            {**ELASTIC, "lora_config": LoRAConfig(target_modules=["o"])},
+            "cuda",
+            "with --enable-lora",
+        ),
+        (ELASTIC | {"enable_fault_tolerance": True}, "cpu", "with --enable-fault-tolerance"),
+        (ELASTIC | chosen(fallback=backend.CARRIER), "cuda", "with the option `fallback`"),
+        (ELASTIC | COMPILED, "cpu", "with a compiled model on CPU ranks"),
     ],
 )
 def test_rules_that_vllm_or_this_machine_would_hide(
-    config: Any, device: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(validation, "EXTERNAL_SCALING", "json")  # that a vLLM has
-    assert words in _refusal(config, device)
-
-
-def test_ranks_may_join_where_vllm_scales_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = _config(_elastic())
-    monkeypatch.setattr(validation, "EXTERNAL_SCALING", "no_such_module")
-    assert "before 0.33 vLLM scales by Ray only" in _refusal(config)
-    monkeypatch.setattr(validation, "EXTERNAL_SCALING", "json")
-    validation.check(config, "cpu")
-
-
-def test_a_rank_that_joins_is_told_how_many_experts_are_redundant(
+    values: dict[str, Any],
+    device: str,
+    words: str,
+    good: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By rank 0: its own command line says how many there were at the start."""
+    monkeypatch.setattr(validation, "EXTERNAL_SCALING", "json")  # that a vLLM has
+    assert words in _refusal(other(good, **values), device)
+
+
+def test_ranks_may_join_where_vllm_scales_without_ray(
+    good: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "EXTERNAL_SCALING", "no_such_module")
+    assert "before 0.33 vLLM scales by Ray only" in _refusal(other(good, **ELASTIC))
     monkeypatch.setattr(validation, "EXTERNAL_SCALING", "json")
-    config = _config(_elastic(data_parallel_size=3))
-    assert "num_redundant_experts=2" in _refusal(config)
+    validation.check(other(good, **ELASTIC), "cpu")
+    # Rank 0 tells a rank that joins how many experts are redundant; its own command line says how
+    # many there were at the start.
+    joins = other(good, **ELASTIC, data_parallel_size=3)
+    assert "num_redundant_experts=2" in _refusal(joins)
     monkeypatch.setenv("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", "1")
-    validation.check(config, "cpu")
+    validation.check(joins, "cpu")
 
 
-def test_several_nodes_and_any_hidden_size_are_left_to_those_who_know() -> None:
-    """Two of vLLM's nodes may be one host, and two hosts one NVLink domain: the transport looks.
-
-    Columns of 32 are a CPU kernel's.
-    """
-    validation.check(_config(_parallel(nnodes=2)), "cpu")
-    model = _model(get_hidden_size=lambda: 100, dtype=torch.bfloat16)
-    validation.check(_config(_parallel(nnodes=2), model), "cuda")
+#: On other layers than experts, also with what experts' adapters do not go with.
+ON_OTHERS = LoRAConfig(target_modules=["q_proj"], fully_sharded_loras=True)
 
 
-def test_ray_is_left_to_platforms_that_name_a_resource(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("values", "device"),
+    [
+        # Two of vLLM's nodes may be one host, and two hosts one NVLink domain: the transport looks.
+        ({"nnodes": 2}, "cpu"),
+        # Columns of 32 are a CPU kernel's.
+        ({"nnodes": 2, "get_hidden_size": lambda: 100, "dtype": torch.bfloat16}, "cuda"),
+        (chosen(fallback=backend.CARRIER), "cuda"),
+        (SLEEPS, "cuda"),
+        ({"sleep_mode_backend": "criu"}, "cuda"),
+        (BALANCING, "cpu"),
+        ({**BALANCING, **drafting("ngram"), "use_v2_model_runner": True}, "cuda"),
+        ({"lora_config": LORA}, "cpu"),
+        ({"lora_config": LORA}, "cuda"),
+        ({"lora_config": ON_OTHERS, "tensor_parallel_size": 2, "worker_cls": "a.Worker"}, "cpu"),
+        # Which formats a quantised model's experts take is known when they are chosen.
+        ({"quantization": "fp8", **chosen(dispatch="bf16")}, "cpu"),
+        ({"quantization": "fp8", **chosen(dispatch="nvfp4", combine="fp8_block")}, "cuda"),
+    ],
+)
+def test_what_is_left_to_those_who_know(values: dict[str, Any], device: str, good: Any) -> None:
+    validation.check(other(good, **values), device)
+
+
+def test_ray_is_left_to_platforms_that_name_a_resource(
+    good: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As vLLM's CUDA platform does."""
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "ray_device_key", "GPU", raising=False)
-    validation.check(_config(_parallel(data_parallel_backend="ray", use_ray=True)), "cuda")
-
-
-def test_a_fallback_is_chosen_for_gpus_without_a_shared_head() -> None:
-    options = {"fallback": backend.CARRIER, "mtp_lm_head_tp_size": 2}
-    assert validation.check(_config(fallback=backend.CARRIER), "cuda").fallback == backend.CARRIER
-    config = _config(model=_model(head_dtype=torch.float32), **options)
-    config.speculative_config = SimpleNamespace(
-        method="mtp",
-        draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=[])),
-    )
-    assert "fallback and mtp_lm_head_tp_size" in _refusal(config, "cuda")
+    validation.check(other(good, data_parallel_backend="ray", use_ray=True), "cuda")
 
 
 def test_engines_in_ray_actors_get_our_variables(
@@ -302,19 +298,10 @@ def test_engines_in_ray_actors_get_our_variables(
     assert "MOE_NVLINK_COMBINE" in get_env_vars_to_copy()
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_told_at_once(good: Any) -> None:
     lora = LoRAConfig(fully_sharded_loras=True)
-    config = _config(_parallel(enable_expert_parallel=False, enable_dbo=True), lora=lora)
+    config = other(good, enable_expert_parallel=False, enable_dbo=True, lora_config=lora)
     assert _refusal(config).count("\n  - ") == 3
-
-
-def test_lora_passes_where_it_is_served() -> None:
-    """On experts, and on other layers also with what experts' adapters do not go with."""
-    others = LoRAConfig(target_modules=["q_proj"], fully_sharded_loras=True)
-    sizes = _parallel(tensor_parallel_size=2, worker_cls="some.where.Worker")
-    for device in ("cpu", "cuda"):
-        validation.check(_config(lora=LORA), device)
-        validation.check(_config(sizes, lora=others), device)
 
 
 def test_without_the_flag_nothing_is_checked(checkpoint: Path) -> None:
@@ -360,9 +347,8 @@ def test_the_self_check_has_the_kernels_of_the_layers(overlaps: bool, checkpoint
         ({"dispatch_global_scale": 2.0}, ["which is 'auto'"]),
     ],
 )
-def test_options_that_are_refused(options: dict[str, Any], words: list[str]) -> None:
-    model = _model(get_hidden_size=lambda: 100)
-    told = _refusal(_config(model=model, **options), "cuda")
+def test_options_that_are_refused(options: dict[str, Any], words: list[str], good: Any) -> None:
+    told = _refusal(other(good, get_hidden_size=lambda: 100, **chosen(**options)), "cuda")
     assert [word for word in words if word not in told] == [], told
 
 
@@ -372,23 +358,20 @@ def test_options_must_be_a_dict() -> None:
         options_of(config)
 
 
-def test_a_quantised_model_and_all_options_pass() -> None:
-    """Which formats its experts take is known when they are chosen."""
-    for device in ("cpu", "cuda"):
-        for options in ({}, {"dispatch": "bf16"}, {"dispatch": "nvfp4", "combine": "fp8_block"}):
-            validation.check(_config(model=_model(quantization="fp8"), **options), device)
-
-
-def test_the_configuration_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configuration_goes_before_the_environment(
+    good: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert options_of(None) == Options()
     monkeypatch.setenv("MOE_NVLINK_DISPATCH", "mxfp8")
     monkeypatch.setenv("MOE_NVLINK_COMBINE", "nvfp4")
-    assert options_of(_config()) == Options(dispatch="mxfp8", combine="nvfp4")
-    assert options_of(_config(combine="bf16")) == Options(dispatch="mxfp8", combine="bf16")
-    assert options_of(_config(dispatch="auto")).dispatch == "auto"
+    assert options_of(good) == Options(dispatch="mxfp8", combine="nvfp4")
+    assert options_of(other(good, **chosen(combine="bf16"))) == Options(
+        dispatch="mxfp8", combine="bf16"
+    )
+    assert options_of(other(good, **chosen(dispatch="auto"))).dispatch == "auto"
     monkeypatch.setenv("MOE_NVLINK_COMBINE", "fp4")
     with pytest.raises(ConfigError, match="MOE_NVLINK_COMBINE='fp4'"):
-        options_of(_config())
+        options_of(good)
 
 
 # The names we touch.

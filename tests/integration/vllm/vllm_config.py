@@ -37,3 +37,37 @@ def args_with_us(model: Path, **values: Any) -> Any:
 def config_with_us(model: Path, **values: Any) -> Any:
     """vLLM's configuration of such ranks."""
     return args_with_us(model, **values).create_engine_config()
+
+
+#: Parts of vLLM's configuration, in the order in which `other` looks for a name.
+_PARTS = (
+    *("parallel_config", "model_config", "scheduler_config"),
+    *("compilation_config", "speculative_config"),
+)
+
+
+class Other:
+    """An object of vLLM's with other values, which none of vLLM's checks has seen."""
+
+    def __init__(self, real: Any, **values: Any) -> None:
+        vars(self).update(values, _real=real)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def other(config: Any, **values: Any) -> Any:
+    """A configuration with other values, each in the first part that has the name, or beside all.
+
+    So rules are tested that vLLM's own checks, or this machine, would hide. A part may also be
+    given itself, or by values of which it has not even the names.
+    """
+    parts: dict[str, Any] = {}
+    for part in _PARTS:
+        given, inner = values.pop(part, {}), getattr(config, part)
+        if isinstance(given, dict):
+            mine = [name for name in values if inner is not None and hasattr(inner, name)]
+            more = {name: values.pop(name) for name in mine}
+            given = Other(inner, **given, **more) if given or more else inner
+        parts[part] = given
+    return Other(config, **parts, **values)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from vllm import config as vllm_config
-from vllm.config import parallel
 from vllm.engine import arg_utils
 from vllm.model_executor.layers.fused_moe import all2all_utils, prepare_finalize
 
@@ -46,15 +45,9 @@ class Factory:
 
 @vllm_config.config
 class OpenParallelConfig(vllm_config.ParallelConfig):  # type: ignore[misc]
-    """vLLM's, which takes any name, and asks the set which backends have sequence parallelism."""
+    """vLLM's, which takes any name."""
 
     all2all_backend: str = "allgather_reducescatter"
-
-    @property
-    def use_sequence_parallel_moe(self) -> bool:
-        known = self.all2all_backend in parallel.SEQUENCE_PARALLEL_MOE_BACKENDS
-        sizes = self.tensor_parallel_size, self.data_parallel_size
-        return known and self.enable_expert_parallel and min(sizes) > 1
 
 
 class Registry:
@@ -68,7 +61,6 @@ class Registry:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.factories: dict[str, Any] = {}
         self.asked: list[str] = []
-        self.sequence_parallel = {"allgather_reducescatter"}
         self._built_in = all2all_utils.maybe_make_prepare_finalize
         self._add_choice = flag.add_choice
         for owner, name, value in (
@@ -77,7 +69,6 @@ class Registry:
             (all2all_utils, REGISTER, self.register),
             (all2all_utils, "maybe_make_prepare_finalize", self.make),
             (importlib.import_module(_ORACLE), "maybe_make_prepare_finalize", self.make),
-            (parallel, "SEQUENCE_PARALLEL_MOE_BACKENDS", self.sequence_parallel),
             (arg_utils, "ParallelConfig", OpenParallelConfig),
             (flag, "add_choice", self.add_choice),
         ):
@@ -95,8 +86,6 @@ class Registry:
         if cls.backend_name in self.factories:
             raise ValueError(f"{cls.backend_name} is registered")
         self.factories[cls.backend_name] = cls
-        if cls.supports_sequence_parallel:
-            self.sequence_parallel.add(cls.backend_name)
         return cls
 
     def make(self, moe: Any, quant_config: Any, all2all_manager: Any = None, **more: Any) -> Any:
