@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +15,13 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.model_loader.reload import layerwise
 
-from moe_nvlink_plugin.errors import UnsupportedError
+from moe_nvlink_plugin.errors import PeerError, UnsupportedError
 from moe_nvlink_plugin.integration.vllm.moe.cpu_fp8_experts import (
     dequantised_blocks,
     serve_without_amx,
 )
 from moe_nvlink_plugin.integration.vllm.moe.method import MoeNvlinkFusedMoEMethod, share_scales
-from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
+from moe_nvlink_plugin.testing import ThreadGroup, run_ranks, try_ranks
 from tests.integration.vllm.moe import vllm_experts
 from tests.integration.vllm.moe.vllm_experts import NUM_EXPERTS, TOP_K, Weights, tokens
 
@@ -90,6 +91,60 @@ def test_weights_that_were_processed_while_they_loaded_keep_their_kernel() -> No
         vllm_experts.check_rows(layer, group.rank, weights)
 
     run_ranks(EP_SIZE, rank_main)
+
+
+def _spoil(layer: Any, step: str) -> None:
+    """Let a step of the layer's set-up go wrong once its weights are loaded."""
+    vllms = type(layer.quant_method)
+
+    def process(quant_method: Any, layer: Any) -> None:
+        if step == "weights":
+            raise MemoryError("no room for weights")
+        vllms.process_weights_after_loading(quant_method, layer)
+        if step == "no experts":
+            quant_method.moe_kernel = None
+        if step == "monolithic":
+            quant_method.moe_kernel = SimpleNamespace(is_monolithic=True)
+        if step == "sums":  # the model says it after it has made the layer
+            layer.moe_config.skip_final_all_reduce = True
+        if step == "placement":
+            layer._expert_map = torch.tensor([-1, 0, -1, 1, -1, 2])
+        if step == "packed":
+            del layer.w2_weight
+
+    layer.quant_method.__class__ = type(
+        "Spoilt", (vllms,), {"process_weights_after_loading": process}
+    )
+
+
+@pytest.mark.usefixtures("cpu_ranks")
+@pytest.mark.parametrize(
+    ("step", "told"),
+    [
+        ("weights", "MemoryError: no room for weights"),
+        ("monolithic", "UnsupportedError: .*without vLLM's modular kernel"),
+        ("no experts", "UnsupportedError: .*without vLLM's modular kernel"),
+        ("packed", "UnsupportedError: .*reads w2_weight, and Spoilt keeps the weights of"),
+        ("sums", r"UnsupportedError: .*\(Inkling is one\) sums the output of layer 3"),
+        ("placement", "UnsupportedError: vLLM placed experts"),
+    ],
+)
+def test_no_rank_waits_for_one_that_has_failed(step: str, told: str) -> None:
+    """Whatever step of a layer's set-up it was: each rank raises, and names the rank that did."""
+    weights = Weights(0)
+
+    def rank_main(group: ThreadGroup) -> None:
+        vllm_experts.join(group)
+        layer = vllm_experts.make_layer(group.rank, group.size)
+        weights.load(layer)
+        if group.rank == 1:
+            _spoil(layer, step)
+        layer.quant_method.process_weights_after_loading(layer)
+
+    others, own = try_ranks(EP_SIZE, rank_main)
+    assert re.match(told, f"{type(own).__name__}: {own}")
+    assert isinstance(others, PeerError), repr(others)
+    assert re.search(f"layer 3 cannot be set up on another rank; rank 1: {told}", str(others))
 
 
 # What the experts compute: each choice once, on one rank.

@@ -10,33 +10,22 @@ from __future__ import annotations
 import functools
 import math
 import re
-import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import config as vllm_config
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
-from vllm.model_executor.layers.quantization.utils.mxfp8_utils import (
-    mxfp8_e4m3_quantize,
-    swizzle_mxfp8_scale,
-)
+from vllm.model_executor.layers.quantization.utils.mxfp8_utils import swizzle_mxfp8_scale
 
-from moe_nvlink_plugin import MoeAllToAll
 from moe_nvlink_plugin.config import COMBINE_FORMATS
-from moe_nvlink_plugin.errors import (
-    ConfigError,
-    DisagreementError,
-    PeerError,
-    UnsupportedError,
-)
+from moe_nvlink_plugin.errors import ConfigError, MoeNvlinkError, UnsupportedError
 from moe_nvlink_plugin.integration.common import formats
 from moe_nvlink_plugin.integration.common.formats import DispatchFormat, choose
 from moe_nvlink_plugin.integration.common.options import Options
-from moe_nvlink_plugin.integration.vllm.moe import experts_input, method
+from moe_nvlink_plugin.integration.vllm.moe import experts_input
 from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
@@ -49,19 +38,18 @@ from moe_nvlink_plugin.recipes import (
     NVFP4,
 )
 from moe_nvlink_plugin.recipes.combine_formats import error_bound
-from moe_nvlink_plugin.testing import run_ranks, try_ranks
+from moe_nvlink_plugin.testing import run_ranks
 from tests.integration.vllm.moe.vllm_layer import (
     CAPACITY,
     GEOMETRY,
     HIDDEN_SIZE,
-    NO_OP,
+    LEFT_OPEN,
     NUM_EXPERTS,
     TOP_K,
     Experts,
     Layer,
     WithoutData,
     alone,
-    config_of,
     dense,
     expert_map_of,
     format_of,
@@ -173,10 +161,7 @@ def test_the_model_chooses_the_recipe(recipe: Any) -> None:
     assert format_of(experts_of(recipe), Options(quantise="framework")).by_framework
     named = format_of(experts_of(recipe), Options(dispatch=recipe.name))
     assert named == chosen  # nothing is restored when it is what they take anyway
-
-
-@pytest.mark.parametrize("recipe", CONFIGS, ids=NAMES)
-def test_experts_that_quantise_for_themselves_get_activations(recipe: Any) -> None:
+    # Experts that quantise for themselves get activations.
     assert format_of(experts_of(recipe, defers=True), Options()) == DispatchFormat()
 
 
@@ -209,34 +194,56 @@ def test_fp8_and_int8_of_no_recipe_are_quantised_on_arrival(
     assert "rows travel in torch.float32" in record.getMessage()
 
 
+PADDED, UNSCALED = mxfp8(mx_alignment=256), nvfp4(None)
+
+
 @pytest.mark.parametrize(
-    ("quant_config", "words"),
+    ("experts", "dispatch", "error", "told"),
     [
-        (mxfp8(mx_alignment=256), "padded to a multiple of 256"),
-        (nvfp4(None), "without a static global scale"),
+        (Experts(PADDED), "auto", UnsupportedError, "padded to a multiple of 256.*=bf16"),
+        (Experts(UNSCALED), "auto", UnsupportedError, "global scale.*MOE_NVLINK_DISPATCH=bf16"),
+        (Experts(), "fp8_tensor", UnsupportedError, "dispatch_global_scale"),
+        (Experts(), "fp32", UnsupportedError, "fp32 does not say how to quantise"),
+        (Experts(), "fp7", ConfigError, "'fp7' is unknown"),
     ],
 )
-def test_what_no_recipe_is_names_the_way_out(quant_config: Any, words: str) -> None:
-    experts = Experts(quant_config)
-    with pytest.raises(UnsupportedError, match=words) as caught:
-        format_of(experts, Options())
-    assert "MOE_NVLINK_DISPATCH=bf16" in str(caught.value)
-    after = format_of(experts, Options(dispatch="bf16"))
-    assert (after.recipe, after.on_arrival) == (None, True)
+def test_formats_that_are_refused(experts: Any, dispatch: str, error: Any, told: str) -> None:
+    with pytest.raises(error, match=told):
+        format_of(experts, Options(dispatch))
 
 
-def test_padding_that_changes_nothing_is_no_padding() -> None:
-    experts = Experts(mxfp8(mx_alignment=64))
-    assert format_of(experts, Options()).recipe is MXFP8
+def test_ways_out_and_padding_that_changes_nothing() -> None:
+    for config in (PADDED, UNSCALED):
+        chosen = format_of(Experts(config), Options("bf16"))
+        assert (chosen.recipe, chosen.on_arrival) == (None, True)
+    assert format_of(Experts(mxfp8(mx_alignment=64)), Options()).recipe is MXFP8
+
+
+def test_the_global_scale_of_a_named_recipe() -> None:
+    experts = Experts()
+    usual = format_of(experts, Options("nvfp4"))
+    given = format_of(experts, Options("nvfp4", dispatch_global_scale=16))
+    assert torch.equal(usual.global_scale or ONE * 0, torch.tensor([1.0]))
+    assert torch.equal(given.global_scale or ONE * 0, torch.tensor([16.0]))
+    # A constant, not the checkpoint's.
+    assert given.static_scale(VllmExpertsInput.of(experts)) is None
+    # The one the model itself asks for comes with a scale.
+    assert format_of(experts_of(FP8_TENSOR), Options("fp8_tensor")).global_scale is None
+    with pytest.raises(UnsupportedError, match=r'mxfp8 takes no scale.*"dispatch_global_scale"'):
+        format_of(experts, Options("mxfp8", dispatch_global_scale=2.0))
 
 
 def test_a_hidden_size_that_the_models_recipe_cannot_do() -> None:
-    def find_recipe(name: str) -> Any:
-        return MoeAllToAll.check(config_of(2, 0, recipe=name, hidden_size=100))
-
-    taken = VllmExpertsInput.of(experts_of(FP8_BLOCK))
     with pytest.raises(ConfigError, match="hidden_size=100 is not a multiple of 128"):
-        choose(taken, 100, torch.float32, torch.device("cpu"), Options(), find_recipe)
+        format_of(experts_of(FP8_BLOCK), Options(), hidden_size=100)
+
+
+def test_gpus_are_warned_of_restoring(caplog: pytest.LogCaptureFixture) -> None:
+    formats._warn_of_restoring.cache_clear()
+    experts = VllmExpertsInput.of(Experts())
+    gpu: Any = SimpleNamespace(type="cuda")
+    choose(experts, 128, torch.float32, gpu, Options("mxfp8"), lambda name: MXFP8)
+    assert "mxfp8 are dequantised to torch.float32" in caplog.text
 
 
 # Through vLLM's modular kernel.
@@ -248,49 +255,98 @@ def restored(recipe: Any, hidden: torch.Tensor, scale: torch.Tensor | None) -> t
     return floats
 
 
-def _run(group: Any, recipe: Any, options: Options) -> Any:
-    """Of one rank: largest error of its rounds, what its experts got, bytes dispatched."""
+class Ran(NamedTuple):
+    """What became of ragged rounds on one rank.
+
+    Attributes:
+        error: the largest.
+        seen: bytes of rows and scales that the experts were handed for this rank's choices.
+        sent: bytes dispatched.
+    """
+
+    error: float
+    seen: list[torch.Tensor]
+    sent: int
+
+
+def _run(
+    group: Any,
+    make: Callable[[], Experts],
+    options: Options,
+    on_their_way: Callable[[torch.Tensor], torch.Tensor],
+    is_cpu_rank: bool,
+) -> Ran:
+    """on_their_way: what becomes of rows until experts have them as floats."""
     errors, seen = [], []
-    with Layer(group, experts=experts_of(recipe), options=options) as layer:
+    with Layer(group, experts=make(), options=options, is_cpu_rank=is_cpu_rank) as layer:
         for hidden, ids, weights in ragged(group.rank, 4):
             got = layer(hidden, ids, weights)
-            there_and_back = restored(recipe, hidden, GLOBAL_SCALES.get(recipe.name))
-            errors.append(worst_of(got, dense(there_and_back, ids, weights)))
+            errors.append(worst_of(got, dense(on_their_way(hidden), ids, weights)))
             call = layer.experts.calls[-1]
             local = call.weights_then.any(1)
             seen.append(call.rows_then[local].view(torch.uint8))
             if call.scales_then is not None and call.scales_then.ndim:
                 seen.append(call.scales_then[local].contiguous().view(torch.uint8))
             layer.poison()
-        return max(errors), seen, layer.exchange.stats().bytes_dispatched
+        return Ran(max(errors), seen, layer.exchange.stats().bytes_dispatched)
 
 
+ON_BOTH = pytest.mark.parametrize("is_cpu_rank", [False, True], ids=["cuda", "cpu"])
+
+
+@ON_BOTH
 @pytest.mark.parametrize("recipe", CONFIGS, ids=NAMES)
-def test_fused_and_framework_quantised_dispatch_are_the_same_bits(
-    recipe: Any, quantised: list[Any]
+def test_experts_see_the_same_bits_whoever_quantises(
+    recipe: Any, is_cpu_rank: bool, quantised: list[Any]
 ) -> None:
-    fused = run_ranks(2, lambda group: _run(group, recipe, Options()))
+    """Our kernel, the framework before dispatch, or the framework on arrival."""
+
+    def rank_main(group: Any, options: Options) -> Ran:
+        def travel(hidden: torch.Tensor) -> torch.Tensor:
+            return restored(recipe, hidden, GLOBAL_SCALES.get(recipe.name))
+
+        return _run(group, lambda: experts_of(recipe), options, travel, is_cpu_rank)
+
+    ours = run_ranks(2, functools.partial(rank_main, options=Options()))
     assert not quantised  # vLLM's quantiser had nothing to do
-    framework = run_ranks(2, lambda group: _run(group, recipe, Options(quantise="framework")))
-    assert quantised
-    for ours, theirs in zip(fused, framework, strict=True):
-        assert ours[0] < 1e-5
-        assert theirs[0] < 1e-5
-        assert sum(part.numel() for part in ours[1]) > 0
-        assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
-        assert ours[2] == theirs[2]
+    for options in (Options(quantise="framework"), Options(dispatch="bf16")):
+        theirs = run_ranks(2, functools.partial(rank_main, options=options))
+        # On a CPU vLLM's quantiser has a kernel for MXFP8 alone; the recipe stands for the others.
+        assert bool(quantised) == (not is_cpu_rank or recipe is MXFP8)
+        quantised.clear()
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine.error < 1e-5
+            assert other.error < 1e-5
+            assert sum(part.numel() for part in mine.seen) > 0
+            assert all(torch.equal(a, b) for a, b in zip(mine.seen, other.seen, strict=True))
+            assert mine.sent == other.sent or mine.sent < 0.4 * other.sent
+            assert (mine.sent == other.sent) == (options.dispatch == "auto")
 
 
-def test_rows_that_vllm_quantises_on_arrival(quantised: list[Any]) -> None:
-    """The experts see the same rows, whoever quantised them where; the bytes tell which it was."""
-    (worst, seen, sent), (_, before, fewer) = (
-        run_ranks(1, functools.partial(_run, recipe=MXFP8, options=options))[0]
-        for options in (Options(dispatch="bf16"), Options())
-    )
-    assert worst < 1e-5
-    assert len(quantised) == 4
-    assert all(torch.equal(a, b) for a, b in zip(seen, before, strict=True))
-    assert fewer < 0.4 * sent
+@ON_BOTH
+@pytest.mark.parametrize("recipe", CONFIGS, ids=NAMES)
+@pytest.mark.parametrize("takes", ["floats", "mxfp8", "quantises"])
+def test_a_named_recipe_is_undone_for_the_experts(
+    recipe: Any, takes: str, is_cpu_rank: bool
+) -> None:
+    """Also where they take another format, which vLLM then makes of the restored rows."""
+    factor = 0.0125 if recipe is FP8_TENSOR else None
+    scale = torch.full((1,), factor or 1.0) if recipe.needs_global_scale else None
+    makers: dict[str, Callable[[], Experts]] = {
+        "floats": Experts,
+        "mxfp8": lambda: experts_of(MXFP8),
+        "quantises": lambda: experts_of(FP8_BLOCK, defers=True),
+    }
+
+    def travel(hidden: torch.Tensor) -> torch.Tensor:
+        rows = restored(recipe, hidden, scale)
+        return restored(MXFP8, rows, None) if takes == "mxfp8" else rows
+
+    def rank_main(group: Any) -> float:
+        options = Options(recipe.name, dispatch_global_scale=factor)
+        return _run(group, makers[takes], options, travel, is_cpu_rank).error
+
+    assert max(run_ranks(2, rank_main)) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["auto", "fp8_block", "fp8_block_pow2"])
@@ -344,215 +400,84 @@ def test_one_dynamic_scale_of_what_arrived(dispatch: str, monkeypatch: pytest.Mo
             layer.exchange._layer.channel(0)._views[2].fill_(math.inf)
 
 
-# A recipe that a user names.
-
-
-def _named(group: Any, recipe: Any, experts: Experts, options: Options, factor: float) -> float:
-    """Largest error against experts that get the rows as the recipe left them."""
-    errors = []
-    scale = torch.full((1,), factor) if recipe.needs_global_scale else None
-    with Layer(group, experts=experts, options=options) as layer:
-        for number in range(3):
-            hidden, ids, weights = work_of((number + 3 * group.rank) % CAPACITY, number)
-            rows = restored(recipe, hidden, scale)
-            handed = MXFP8.quantise(rows) if experts.quant_dtype == "mxfp8" else (rows, None)
-            expected = dense(experts.floats_of(*handed), ids, weights)
-            errors.append(worst_of(layer(hidden, ids, weights), expected))
-            layer.poison()
-    return max(errors)
-
-
-@pytest.mark.parametrize("recipe", CONFIGS, ids=NAMES)
-@pytest.mark.parametrize("takes", ["floats", "mxfp8", "quantises"])
-def test_a_named_recipe_is_undone_for_the_experts(recipe: Any, takes: str) -> None:
-    """Also where they take another format, which vLLM then makes of the restored rows."""
-    options = Options(dispatch=recipe.name)
-    factor = 1.0
-    if recipe is FP8_TENSOR:
-        factor = 0.0125
-        options = options._replace(dispatch_global_scale=factor)
-
-    def rank_main(group: Any) -> float:
-        experts = {
-            "floats": lambda: Experts(),
-            "mxfp8": lambda: experts_of(MXFP8),
-            "quantises": lambda: experts_of(FP8_BLOCK, defers=True),
-        }[takes]()
-        return _named(group, recipe, experts, options, factor)
-
-    assert max(run_ranks(2, rank_main)) < 1e-5
-
-
-def test_the_global_scale_of_a_named_recipe() -> None:
-    experts = Experts()
-    usual = format_of(experts, Options(dispatch="nvfp4"))
-    given = format_of(experts, Options(dispatch="nvfp4", dispatch_global_scale=16))
-    assert torch.equal(usual.global_scale or ONE * 0, torch.tensor([1.0]))
-    assert torch.equal(given.global_scale or ONE * 0, torch.tensor([16.0]))
-    # A constant, not the checkpoint's.
-    assert given.static_scale(VllmExpertsInput.of(experts)) is None
-    with pytest.raises(UnsupportedError, match="dispatch_global_scale"):
-        format_of(experts, Options(dispatch="fp8_tensor"))
-    with pytest.raises(UnsupportedError, match=r'mxfp8 takes no scale.*"dispatch_global_scale"'):
-        format_of(experts, Options(dispatch="mxfp8", dispatch_global_scale=2.0))
-    # The one the model itself asks for comes with a scale.
-    own = format_of(experts_of(FP8_TENSOR), Options(dispatch="fp8_tensor"))
-    assert own.global_scale is None
-
-
-def test_names_that_cannot_be_dispatched_in() -> None:
-    experts = Experts()
-    with pytest.raises(ConfigError, match="'fp7' is unknown"):
-        format_of(experts, Options(dispatch="fp7"))
-    with pytest.raises(UnsupportedError, match="fp32 does not say how to quantise"):
-        format_of(experts, Options(dispatch="fp32"))
-
-
-def test_gpus_are_warned_of_restoring(caplog: pytest.LogCaptureFixture) -> None:
-    formats._warn_of_restoring.cache_clear()
-    experts = VllmExpertsInput.of(Experts())
-    meta: Any = SimpleNamespace(type="cuda")
-    choose(experts, 128, torch.float32, meta, Options(dispatch="mxfp8"), lambda name: MXFP8)
-    assert "mxfp8 are dequantised to torch.float32" in caplog.text
-
-
-# On CPU ranks.
-
-
-def _on_cpu(
-    group: Any, recipe: Any, options: Options, experts: Experts, *, stand_in: bool = False
-) -> Any:
-    """The error of one round, and the dtype of the rows that the experts are handed."""
-    chosen = format_of(experts, options)
-    if stand_in:
-        taken = VllmExpertsInput.of(experts)
-        chosen = pool_of(group, options).agree_on_format("layer 1", taken, GEOMETRY)
-    values = {"recipe": None if chosen.recipe is None else chosen.recipe.name}
-    exchange = MoeAllToAll.create(config_of(group.size, group.rank, **values), group)
-    subject = CpuPrepareAndFinalize(exchange, expert_map_of(exchange.config), chosen)
-    hidden, ids, weights = work_of(2 + group.rank, group.rank)
-    rows, scales, _, local_ids, sent_weights = subject.prepare(
-        hidden, weights, ids, NUM_EXPERTS, None, False, experts.quant_config, experts.defers
-    )
-    assert rows.is_contiguous()
-    assert local_ids.shape == sent_weights.shape == (rows.shape[0], 1)  # a row for each choice
-    assert rows.shape[0] >= int(exchange._layer.channel(0).recv_counts.sum())
-    floats = experts.floats_of(rows, scales)
-    global_ids = local_ids + subject._first
-    output = torch.empty_like(hidden)
-    made = dense(floats, global_ids, sent_weights)
-    subject.finalize(output, made, sent_weights, local_ids, False, NO_OP)
-    exchange.close()
-    scale = GLOBAL_SCALES.get(recipe.name) if chosen.restored_to is None else torch.ones(1)
-    return worst_of(output, dense(restored(recipe, hidden, scale), ids, weights)), rows.dtype
-
-
-@pytest.mark.parametrize("recipe", [FP8_BLOCK, FP8_TOKEN, MXFP8, NVFP4], ids=lambda r: r.name)
-def test_cpu_ranks_restore_filled_rows_only(recipe: Any) -> None:
-    options, floats = Options(dispatch=recipe.name), Experts()
-    for error, dtype in run_ranks(2, lambda group: _on_cpu(group, recipe, options, floats)):
-        assert error < 1e-5
-        assert dtype == torch.float32
-
-
-@pytest.mark.parametrize("recipe", CONFIGS, ids=NAMES)
-@pytest.mark.parametrize(
-    "options", [Options(), Options(quantise="framework"), Options(dispatch="bf16")]
-)
-def test_cpu_ranks_hand_out_filled_rows_only(recipe: Any, options: Options) -> None:
-    """Quantised, for experts that take them; none of vLLM 0.32's for CPU do.
-
-    The recipe stands for vLLM's CUDA kernels; MXFP8 is quantised by vLLM itself.
-    """
-    by_vllm = options != Options()
-
-    def rank_main(group: Any) -> Any:
-        return _on_cpu(group, recipe, options, experts_of(recipe), stand_in=by_vllm)
-
-    for error, dtype in run_ranks(2, rank_main):
-        assert error < 1e-5
-        assert dtype == recipe.hidden_row(HIDDEN_SIZE).dtype
-
-
 # Layouts of scales.
 
 
-def _scales_of_a_round(quant_config: Any, recipe: Any) -> tuple[Any, torch.Tensor, int]:
-    """What the experts are handed, the linear scales of the filled slots, the number of slots."""
+def _interleaved(scales: torch.Tensor, groups: int) -> torch.Tensor:
+    laid_out: torch.Tensor = swizzle_mxfp8_scale(
+        scales.view(torch.uint8), M=CAPACITY, K=32 * groups
+    )
+    return laid_out
+
+
+LAYOUTS: dict[str, tuple[Any, Any, Callable[[torch.Tensor], torch.Tensor]]] = {
+    # As FlashInfer's function makes them, which is vLLM's of MXFP8 on other bytes.
+    "nvfp4, interleaved": (
+        nvfp4(is_scale_swizzled=True),
+        NVFP4,
+        lambda linear: _interleaved(linear, HIDDEN_SIZE // 16),
+    ),
+    "nvfp4": (nvfp4(), NVFP4, lambda linear: linear),
+    # As vLLM's quantiser lays them out for the same experts on one rank.
+    "mxfp8, interleaved": (
+        mxfp8(is_scale_swizzled=True),
+        MXFP8,
+        lambda linear: _interleaved(linear, HIDDEN_SIZE // 32),
+    ),
+    "fp8_block": (CONFIGS[FP8_BLOCK](), FP8_BLOCK, lambda linear: linear),
+    "fp8_block, column-major": (
+        transposed(CONFIGS[FP8_BLOCK]()),
+        FP8_BLOCK,
+        lambda linear: linear.t().contiguous().t(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_dispatch_lays_scales_out(name: str) -> None:
+    quant_config, recipe, laid_out = LAYOUTS[name]
     experts = Experts(quant_config, lambda rows, _: torch.zeros(len(rows), HIDDEN_SIZE))
     hidden, ids, weights = work_of(CAPACITY, 5)
     with alone(experts=experts) as layer:
         layer(hidden, ids.clamp(min=0), weights)
     (call,) = experts.calls
-    linear = recipe.quantise(hidden, GLOBAL_SCALES.get(recipe.name)).scales
-    return call.scales_then, linear, CAPACITY
+    wanted = laid_out(recipe.quantise(hidden, GLOBAL_SCALES.get(recipe.name)).scales)
+    assert call.a1q_scale.dtype == wanted.dtype
+    assert call.a1q_scale.is_contiguous() == wanted.is_contiguous()
+    assert call.a1q_scale.t().is_contiguous() == wanted.t().is_contiguous()
+    assert torch.equal(*(each.flatten().view(torch.uint8) for each in (call.scales_then, wanted)))
 
 
-def test_nvfp4_scales_are_interleaved_by_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As FlashInfer's function for it makes them, which is vLLM's of MXFP8 on other bytes."""
-
-    def interleave(scales: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("a launch of its own")
-
-    monkeypatch.setattr(experts_input, "nvfp4_block_scale_interleave", interleave)
-    handed, linear, slots = _scales_of_a_round(nvfp4(is_scale_swizzled=True), NVFP4)
-    assert (handed.dtype, handed.dim()) == (torch.uint8, 1)
-    expected = swizzle_mxfp8_scale(linear.view(torch.uint8), M=slots, K=2 * HIDDEN_SIZE)
-    assert torch.equal(handed, expected)
-    handed, linear, _ = _scales_of_a_round(nvfp4(), NVFP4)
-    assert handed.dtype == torch.float8_e4m3fn
-    assert torch.equal(handed.view(torch.uint8), linear.view(torch.uint8))
-
-
-def test_mxfp8_scales_are_interleaved_by_dispatch() -> None:
-    handed, linear, slots = _scales_of_a_round(mxfp8(is_scale_swizzled=True), MXFP8)
-    assert torch.equal(handed, swizzle_mxfp8_scale(linear, M=slots, K=HIDDEN_SIZE))
-    # As vLLM's quantiser lays them out for the same experts on one rank.
-    hidden, _, _ = work_of(CAPACITY, 5)
-    assert torch.equal(handed, mxfp8_e4m3_quantize(hidden, is_sf_swizzled_layout=True)[1])
-
-
-def test_block_scales_become_column_major_where_asked() -> None:
-    config = CONFIGS[FP8_BLOCK]()
-    handed, linear, _ = _scales_of_a_round(config, FP8_BLOCK)
-    assert handed.is_contiguous()
-    assert torch.equal(handed, linear)
-    config = transposed(config)
-    handed, linear, slots = _scales_of_a_round(config, FP8_BLOCK)
-    assert torch.equal(handed, linear)
-    assert handed.t().is_contiguous()
-    # If vLLM quantises on arrival, or on CPU ranks, the framework's op does it.
+def test_the_framework_lays_scales_out_where_dispatch_does_not() -> None:
+    """If vLLM quantises on arrival, or on CPU ranks."""
+    config = transposed(CONFIGS[FP8_BLOCK]())
     for chosen in (
-        format_of(experts_of(FP8_BLOCK, config), Options(dispatch="bf16")),
+        format_of(experts_of(FP8_BLOCK, config), Options("bf16")),
         DispatchFormat(torch.float8_e4m3fn, FP8_BLOCK),
     ):
         assert chosen.scales_layout == "linear"
-    scales, rows = torch.rand(slots, 3), torch.zeros(slots, 384, dtype=torch.float8_e4m3fn)
-    _, laid_out = chosen.receive(rows, scales, torch.ones(slots, 1), VllmExpertsInput(config))
+    scales, rows = torch.rand(CAPACITY, 3), torch.zeros(CAPACITY, 384, dtype=torch.float8_e4m3fn)
+    _, laid_out = chosen.receive(rows, scales, torch.ones(CAPACITY, 1), VllmExpertsInput(config))
     assert laid_out is not None
     assert torch.equal(laid_out, scales)
-    assert laid_out.stride() == (1, slots)
+    assert laid_out.stride() == (1, CAPACITY)
 
 
 def test_which_layout_dispatch_makes() -> None:
     """None that the recipe's scales cannot have, and none for rows that are restored."""
     swizzled = mxfp8(is_scale_swizzled=True)
-    assert format_of(experts_of(MXFP8, swizzled), Options()).scales_layout == "interleaved"
-    assert format_of(experts_of(MXFP8), Options()).scales_layout == "linear"
-    restored = format_of(experts_of(MXFP8, swizzled), Options(dispatch="nvfp4"))
-    assert restored.scales_layout == "linear"
+    assert format_of(experts_of(MXFP8, swizzled), Options("nvfp4")).scales_layout == "linear"
     by_tensor = experts_of(FP8_TENSOR, transposed(CONFIGS[FP8_TENSOR]()))
     assert format_of(by_tensor, Options()).scales_layout == "linear"
-    here = torch.device("cpu")
     taken = VllmExpertsInput.of(experts_of(MXFP8, swizzled))
-    chosen = choose(taken, HIDDEN_SIZE, torch.float32, here, Options(), lambda _: MXFP8)
-    assert chosen.scales_layout == "linear"  # CPU ranks hand out copies of the filled rows
-    cuda: Any = SimpleNamespace(type="cuda")
-    chosen = choose(taken, HIDDEN_SIZE, torch.float32, cuda, Options(), lambda _: MXFP8)
-    assert chosen.scales_layout == "interleaved"
+    # CPU ranks hand out copies of the filled rows.
+    for device, layout in (("cpu", "linear"), ("cuda", "interleaved")):
+        here: Any = SimpleNamespace(type=device)
+        chosen = choose(taken, HIDDEN_SIZE, torch.float32, here, Options(), lambda _: MXFP8)
+        assert chosen.scales_layout == layout
 
 
-# Static scales.
+# Static scales, and what ranks tell each other of a layer's set-up.
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
@@ -574,137 +499,60 @@ def test_a_static_scale_for_each_expert() -> None:
     assert format_of(experts_of(FP8_BLOCK), Options()).static_scale(VllmExpertsInput(None)) is None
 
 
-def _set_up(
-    configs: list[Any],
-    names: tuple[str, str] = ("layer 3", "layer 3"),
-    options: tuple[Options, Options] = (Options(), Options()),
-) -> list[str]:
-    """What each rank is told when the ranks' experts have these configurations."""
-
-    def rank_main(group: Any) -> str:
-        experts = VllmExpertsInput.of(Experts(configs[group.rank]))
-        mine = pool_of(group, options[group.rank])
-        try:
-            chosen = mine.agree_on_format(names[group.rank], experts, GEOMETRY)
-        except (ConfigError, DisagreementError, MemoryError, PeerError, UnsupportedError) as error:
-            return f"{type(error).__name__}: {error}"
-        return "" if chosen.recipe is None else chosen.recipe.name
-
-    return run_ranks(2, rank_main)
-
-
-def test_ranks_agree_on_the_format() -> None:
-    assert _set_up([nvfp4(), nvfp4()]) == ["nvfp4", "nvfp4"]
-    same = torch.full((2,), 500.0)  # as many as this rank has experts, which may differ
-    assert _set_up([nvfp4(), nvfp4(same)]) == ["nvfp4", "nvfp4"]
-
-
-def test_one_ranks_problem_is_told_to_all() -> None:
-    own, others = _set_up([nvfp4(torch.zeros(1)), nvfp4()])
-    assert own.startswith("UnsupportedError: --all2all-backend moe_nvlink: layer 3: the static")
-    said = "rank 0: UnsupportedError: the static"
-    assert others.startswith(f"PeerError: layer 3 cannot be set up on another rank; {said}")
-
-
-class LoadedLayer:
-    """As much of a layer, its quant method and vLLM's kernel as is looked at; a step may fail."""
-
-    layer_name, expert_map, moe_quant_config = "layer 3", None, None
-    moe_config = SimpleNamespace(
-        num_experts=NUM_EXPERTS,
-        experts_per_token=TOP_K,
-        hidden_dim=HIDDEN_SIZE,
-        max_num_tokens=CAPACITY,
-        sp_size=1,
-        in_dtype=torch.float32,
-        moe_parallel_config=SimpleNamespace(enable_eplb=False),
-    )
-
-    def __init__(self, step: str) -> None:
-        self.step = step
-        self.moe_kernel: Any = None
-        self.quant_method: Any = self
-        self.w13_weight, self.w2_weight = "loaded", "loaded"
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        if self.step == "weights":
-            raise MemoryError("no room for weights")
-        if self.step == "no experts":
-            return
-        self.moe_kernel = SimpleNamespace(
-            is_monolithic=self.step == "monolithic",
-            prepare_finalize=None,
-            fused_experts=Experts(),
-        )
-        if self.step == "sums":  # the model says it after it has made the layer
-            self.moe_config = SimpleNamespace(
-                **vars(type(self).moe_config), skip_final_all_reduce=True
-            )
-        if self.step == "placement":
-            self.expert_map = torch.tensor([-1, 0, -1, 1, -1, 2, 3])
-        if self.step == "packed":
-            del layer.w2_weight
-
-    def _replace_quant_method(self, quant_method: Any) -> None:
-        self.quant_method = quant_method
-
-
-def _load(steps: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What becomes of two ranks whose layers fail in these steps: the method of each."""
-    pools = threading.local()
-    monkeypatch.setattr(method, "_pool", lambda: pools.mine)
-
-    def rank_main(group: Any) -> Any:
-        pools.mine = pool_of(group, Options())
-        layer = LoadedLayer(steps[group.rank])
-        method.install_after_loading(layer)
-        layer.process_weights_after_loading(layer)
-        return type(layer.quant_method)
-
-    with set_current_vllm_config(VllmConfig()):
-        return try_ranks(2, rank_main)
-
-
-def test_ranks_that_set_a_layer_up_have_our_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _load(("", ""), monkeypatch) == [method.MoeNvlinkFusedMoEMethod] * 2
+FLOATS = vllm_config.FUSED_MOE_UNQUANTIZED_CONFIG
+DOUBLED = Options("nvfp4", dispatch_global_scale=2.0)
+DIFFERENT_SCALES = "dispatch_global_scale 2.0.*dispatch_global_scale 1.0"
 
 
 @pytest.mark.parametrize(
-    ("step", "told"),
+    ("configs", "names", "options", "told"),
     [
-        ("weights", "MemoryError: no room for weights"),
-        ("monolithic", "UnsupportedError: .*without vLLM's modular kernel"),
-        ("no experts", "UnsupportedError: .*without vLLM's modular kernel"),
-        ("packed", "UnsupportedError: .*reads w2_weight, and LoadedLayer keeps the weights of"),
-        ("sums", r"UnsupportedError: .*\(Inkling is one\) sums the output of layer 3"),
-        ("placement", "UnsupportedError: vLLM placed experts"),
+        ((nvfp4(), nvfp4()), "33", (), ("nvfp4", "nvfp4")),
+        # As many values as a rank has experts, which may differ.
+        ((nvfp4(), nvfp4(torch.full((2,), 500.0))), "33", (), ("nvfp4", "nvfp4")),
+        ((FLOATS, FLOATS), "33", (DOUBLED, DOUBLED), ("nvfp4", "nvfp4")),
+        (
+            (nvfp4(torch.zeros(1)), nvfp4()),
+            "33",
+            (),
+            (
+                "UnsupportedError: --all2all-backend moe_nvlink: layer 3: the static",
+                "PeerError: layer 3 cannot be set up on another rank; rank 0: "
+                "UnsupportedError: the static",
+            ),
+        ),
+        (
+            (CONFIGS[FP8_BLOCK](), CONFIGS[FP8_TOKEN]()),
+            "33",
+            (),
+            ("DisagreementError.*recipe='fp8_block'.*recipe='fp8_token'",) * 2,
+        ),
+        ((nvfp4(), nvfp4()), "34", (), ("DisagreementError",) * 2),
+        # A row would be dequantised by another scale than it was quantised by, in silence.
+        (
+            (FLOATS, FLOATS),
+            "33",
+            (DOUBLED, Options("nvfp4")),
+            (f"DisagreementError.*{DIFFERENT_SCALES}",) * 2,
+        ),
     ],
 )
-def test_no_rank_waits_for_one_that_has_failed(
-    step: str, told: str, monkeypatch: pytest.MonkeyPatch
+def test_ranks_agree_on_the_format(
+    configs: tuple[Any, Any], names: str, options: tuple[Options, ...], told: tuple[str, str]
 ) -> None:
-    """Whatever step of a layer's set-up it was: each rank raises, and names the rank that did."""
-    others, own = _load(("", step), monkeypatch)
-    assert re.match(told, f"{type(own).__name__}: {own}")
-    assert isinstance(others, PeerError), repr(others)
-    assert re.search(f"layer 3 cannot be set up on another rank; rank 1: {told}", str(others))
+    """Or each rank is told why not."""
 
+    def rank_main(group: Any) -> str:
+        experts = VllmExpertsInput.of(Experts(configs[group.rank]))
+        mine = pool_of(group, options[group.rank] if options else Options())
+        try:
+            chosen = mine.agree_on_format(f"layer {names[group.rank]}", experts, GEOMETRY)
+        except MoeNvlinkError as error:
+            return f"{type(error).__name__}: {error}"
+        return "" if chosen.recipe is None else chosen.recipe.name
 
-def test_ranks_with_different_formats_or_layers() -> None:
-    for told in _set_up([CONFIGS[FP8_BLOCK](), CONFIGS[FP8_TOKEN]()]):
-        assert re.match("(?s)DisagreementError.*recipe='fp8_block'.*recipe='fp8_token'", told)
-    for told in _set_up([nvfp4(), nvfp4()], ("layer 3", "layer 4")):
-        assert told.startswith("DisagreementError")
-
-
-def test_scales_of_a_named_recipe_that_differ_between_ranks() -> None:
-    """A row would be dequantised by another scale than it was quantised by, in silence."""
-    mine, others = Options("nvfp4", dispatch_global_scale=2.0), Options("nvfp4")
-    floats = [vllm_config.FUSED_MOE_UNQUANTIZED_CONFIG] * 2
-    assert _set_up(floats, options=(mine, mine)) == ["nvfp4", "nvfp4"]
-    for told in _set_up(floats, options=(mine, others)):
-        scales = "dispatch_global_scale 2.0.*dispatch_global_scale 1.0"
-        assert re.match(f"(?s)DisagreementError.*{scales}", told)
+    for said, pattern in zip(run_ranks(2, rank_main), told, strict=True):
+        assert re.match(f"(?s){pattern}", said)
 
 
 # Combine.
@@ -735,48 +583,76 @@ def test_rows_come_back_in_the_format_that_was_asked_for() -> None:
     assert 4 * moved["fp8_tensor"] == moved["bf16"]
 
 
-def test_experts_that_reduce_into_another_type_are_refused() -> None:
-    class InFloat(Experts):
-        def workspace_dtype(self, act_dtype: torch.dtype) -> torch.dtype:
-            return torch.bfloat16
-
-    exchange: Any = SimpleNamespace(config=config_of(1, 0, combine="fp8_block"))
-    subject = CpuPrepareAndFinalize(exchange, None)
-    with pytest.raises(UnsupportedError, match=r"reduces its rows into torch.bfloat16.*fp8_block"):
-        subject.post_init_setup(InFloat())
-
-
 # Fit for a CUDA graph.
 
+ON_META = torch.ones(1, device="meta")
 
-@pytest.mark.parametrize("way", ["fused", "framework", "restored", "on_arrival"])
+
+def _restored_on_meta(experts: Experts, recipe: Any) -> DispatchFormat:
+    return DispatchFormat(
+        experts.quant_dtype,
+        recipe,
+        restored_to=torch.float32,
+        on_arrival=True,
+        global_scale=ON_META,
+    )
+
+
+WAYS: dict[str, Callable[[Experts, Any], DispatchFormat]] = {
+    "fused": lambda experts, recipe: format_of(experts, Options()),
+    "framework": lambda experts, recipe: format_of(experts, Options(quantise="framework")),
+    "restored": _restored_on_meta,
+    "on_arrival": lambda experts, recipe: format_of(experts, Options("bf16")),
+}
+
+
+def _without_data(experts: Experts, chosen: DispatchFormat, of_device: Any) -> torch.Tensor:
+    """The rows that the experts would be handed in a round whose tensors have shapes only."""
+    exchange: Any = WithoutData(chosen)
+    subject = of_device(exchange, expert_map_of(exchange.config), chosen)
+    hidden, ids, weights = (each.to("meta") for each in work_of(4, 0))
+    rows, _, _, ids, weights = subject.prepare(
+        hidden, weights, ids, NUM_EXPERTS, None, False, experts.quant_config, False
+    )
+    assert ids.shape == weights.shape == (exchange.slots, TOP_K)
+    impl = experts.left_open
+    shape = (exchange.slots, *([] if experts.sums else [TOP_K]), HIDDEN_SIZE)
+    made = subject.allocate_fused_expert_output(shape, torch.float32, rows.device, impl)
+    if made is None:
+        made = torch.empty(shape, device="meta")
+    subject.finalize(torch.empty_like(hidden), made, weights, ids, False, impl)
+    assert exchange.combined == [exchange.region]
+    handed: torch.Tensor = rows
+    return handed
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recipe", CONFIGS, ids=NAMES)
 def test_no_value_is_read_and_no_shape_depends_on_one(
-    recipe: Any, way: str, quantised: list[Any], monkeypatch: pytest.MonkeyPatch
+    recipe: Any, way: str, monkeypatch: pytest.MonkeyPatch, quantised: list[Any]
 ) -> None:
     interleaved = torch.empty(128, HIDDEN_SIZE // 16, dtype=torch.uint8, device="meta")
     monkeypatch.setattr(experts_input, "nvfp4_block_scale_interleave", lambda scales: interleaved)
     experts = experts_of(recipe)
-    chosen = {
-        "fused": lambda: format_of(experts, Options()),
-        "framework": lambda: format_of(experts, Options(quantise="framework")),
-        "restored": lambda: DispatchFormat(
-            experts.quant_dtype,
-            recipe,
-            restored_to=torch.float32,
-            on_arrival=True,
-            global_scale=torch.ones(1, device="meta"),
-        ),
-        "on_arrival": lambda: format_of(experts, Options(dispatch="bf16")),
-    }[way]()
-    exchange: Any = WithoutData(chosen)
-    subject = CudaPrepareAndFinalize(exchange, expert_map_of(exchange.config), chosen)
+    chosen = WAYS[way](experts, recipe)
     config = experts.quant_config
     config.is_scale_swizzled = config.is_scale_transposed = True
     for scale in ("scale", "alpha_or_gscale"):
         if getattr(config._a1, scale) is not None:
-            setattr(config._a1, scale, torch.ones(1, device="meta"))
-    hidden, ids, weights = (each.to("meta") for each in work_of(4, 0))
-    rows, *_ = subject.prepare(hidden, weights, ids, NUM_EXPERTS, None, False, config, False)
-    assert rows.shape == (2 * CAPACITY, recipe.hidden_row(HIDDEN_SIZE).elements)
-    assert rows.dtype == recipe.hidden_row(HIDDEN_SIZE).dtype
+            setattr(config._a1, scale, ON_META)
+    rows = _without_data(experts, chosen, CudaPrepareAndFinalize)
+    row = recipe.hidden_row(HIDDEN_SIZE)
+    assert (rows.shape, rows.dtype) == ((2 * CAPACITY, row.elements), row.dtype)
+
+
+@pytest.mark.parametrize("left_open", LEFT_OPEN)
+def test_nor_by_sums_or_padding(left_open: str, in_context: Callable[..., None]) -> None:
+    in_context([4, 4], is_padding=torch.empty(4, dtype=torch.bool, device="meta"))
+    experts = Experts(left_open=LEFT_OPEN[left_open]())
+    _without_data(experts, DispatchFormat(), CudaPrepareAndFinalize)
+
+
+def test_reading_a_value_would_be_noticed() -> None:
+    """The CPU class waits for the counts."""
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"[Mm]eta"):
+        _without_data(Experts(), DispatchFormat(), CpuPrepareAndFinalize)

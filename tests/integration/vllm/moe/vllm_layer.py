@@ -1,4 +1,4 @@
-"""One MoE layer as vLLM runs it on CUDA ranks: our prepare/finalize in vLLM's own modular kernel.
+"""One MoE layer of a rank: our prepare/finalize in vLLM's own modular kernel, on CPU tensors.
 
 The experts are ours: they honour expert_map, stand for whatever vLLM chooses, take quantised rows
 where their FusedMoEQuantConfig says so, and check what they are handed. Needs vLLM.
@@ -28,6 +28,7 @@ from moe_nvlink_plugin.integration.common.options import Options
 from moe_nvlink_plugin.integration.common.pool import ExchangePool
 from moe_nvlink_plugin.integration.vllm.backend import CARRIER
 from moe_nvlink_plugin.integration.vllm.choices import WORDING
+from moe_nvlink_plugin.integration.vllm.moe.cpu_prepare_finalize import CpuPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.cuda_prepare_finalize import CudaPrepareAndFinalize
 from moe_nvlink_plugin.integration.vllm.moe.experts_input import VllmExpertsInput
 from moe_nvlink_plugin.integration.vllm.moe.prepare_finalize import UNQUANTISED
@@ -121,7 +122,11 @@ class Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
     left_open: what they leave to finalize; with NoOP they weight and sum themselves. Rows without a
     local choice get NaN, which is what a GPU's uninitialised memory may be. quant_config: what they
     take; floats_of: makes floats of such rows and scales. defers: they quantise for themselves.
+    made: the columns of their rows; they leave out the others, by which vLLM has padded rows.
     """
+
+    #: Of experts as vLLM's for CPU are, which take local ids, one for each row: the first expert.
+    first: int | None = None
 
     def __init__(
         self,
@@ -130,17 +135,22 @@ class Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         *,
         left_open: mk.TopKWeightAndReduce = NO_OP,
         defers: bool = False,
+        made: int = HIDDEN_SIZE,
     ) -> None:
         self.moe_config = SimpleNamespace(moe_parallel_config=None)
         self.quant_config = quant_config
         self.floats_of = floats_of
         self.defers = defers
         self.left_open = left_open
+        self.made = made
         self.calls: list[SimpleNamespace] = []
 
     @property
     def expects_unquantized_inputs(self) -> bool:
         return self.defers
+
+    def output_hidden_dim(self, hidden_dim: int) -> int:
+        return self.made
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         return self.left_open
@@ -177,8 +187,8 @@ class Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         self, num_rows: int, width: int, hidden_size: int, top_k: int, *_: Any
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         # hidden_size is what a row has of elements: half of it where two are in a byte.
-        unreduced = (num_rows, top_k, HIDDEN_SIZE)
-        output = (num_rows, HIDDEN_SIZE) if self.sums else unreduced
+        unreduced = (num_rows, top_k, self.made)
+        output = (num_rows, self.made) if self.sums else unreduced
         return unreduced, (num_rows, width), output
 
     def apply(self, **given: Any) -> None:
@@ -198,11 +208,17 @@ class Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         assert ids.is_contiguous()
         assert weights.is_contiguous()
         assert rows.is_contiguous()
-        assert bool(((ids >= 0) & (ids < NUM_EXPERTS)).all()), "ids that the kernels do not accept"
-        expert_map = given["expert_map"]
-        local = ids if expert_map is None else expert_map[ids.long()]
+        num_local, expert_map = given["w1"].shape[0], given["expert_map"]
+        known = NUM_EXPERTS if self.first is None else num_local
+        assert bool(((ids >= 0) & (ids < known)).all()), "ids that the kernels do not accept"
+        local = ids
+        if self.first is not None:
+            assert ids.shape == (len(rows), 1)
+            ids = ids + self.first
+        elif expert_map is not None:
+            local = expert_map[ids.long()]
         floats = self.floats_of(rows, scales)
-        chosen = torch.einsum("nh,nkhj->nkj", floats, EXPERTS[ids.long()])
+        chosen = torch.einsum("nh,nkhj->nkj", floats, EXPERTS[ids.long()])[..., : self.made]
         unreduced = torch.where((local < 0).unsqueeze(-1), 0.0, torch.tanh(chosen))
         if not self.sums:
             given["output"].copy_(unreduced)
@@ -243,8 +259,10 @@ def format_of(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     hidden_size: int = HIDDEN_SIZE,
+    *,
+    is_cpu_rank: bool = False,
 ) -> DispatchFormat:
-    """How rows of a layer of ours travel to such experts, with vLLM's quantiser as on GPUs."""
+    """How rows of a layer of ours travel to such experts; but for CPU ranks as on GPUs."""
 
     def find_recipe(name: str) -> Any:
         row = {"dtype": dtype, "hidden_size": hidden_size}
@@ -252,6 +270,8 @@ def format_of(
 
     taken = VllmExpertsInput.of(experts)
     chosen = choose(taken, hidden_size, dtype, torch.device(device), options, find_recipe)
+    if is_cpu_rank:
+        return chosen
     chosen = formats.laid_out_by_dispatch(chosen, taken, hidden_size)
     return dataclasses.replace(chosen, stand_in=None)
 
@@ -334,7 +354,10 @@ class WithoutData:
 
 
 class Layer:
-    """One rank's MoE layer: our prepare/finalize and the experts in vLLM's kernel."""
+    """One rank's MoE layer: our prepare/finalize and the experts in vLLM's kernel.
+
+    is_cpu_rank: with the class for CPU ranks, and experts as they are there.
+    """
 
     def __init__(
         self,
@@ -343,21 +366,27 @@ class Layer:
         experts: Experts | None = None,
         options: Options = DEFAULT_OPTIONS,
         device: str = "cpu",
+        *,
+        is_cpu_rank: bool = False,
         **values: Any,
     ) -> None:
         self.group, self.device = group, device
         self.experts = experts or Experts(left_open=LEFT_OPEN[left_open]())
         row = {name: values[name] for name in ("dtype", "hidden_size") if name in values}
-        self.format = format_of(self.experts, options, device, **row)
+        self.format = format_of(self.experts, options, device, **row, is_cpu_rank=is_cpu_rank)
         if self.format.recipe is not None:
             values["recipe"] = self.format.recipe.name
             values["scales_layout"] = self.format.scales_layout
-        values["combine"] = options.combine
-        config = config_of(group.size, group.rank, **values)
+        if is_cpu_rank:
+            values["received_ids"] = GEOMETRY.received_ids
+        config = config_of(group.size, group.rank, combine=options.combine, **values)
         self.exchange = MoeAllToAll.create(config, group, device)
         placed = expert_map_of(config)
         self.expert_map = None if placed is None else placed.to(device)
-        self.subject = CudaPrepareAndFinalize(self.exchange, self.expert_map, self.format)
+        of_device = CpuPrepareAndFinalize if is_cpu_rank else CudaPrepareAndFinalize
+        self.subject: Any = of_device(self.exchange, self.expert_map, self.format)
+        if is_cpu_rank:
+            self.experts.first = self.subject._first
         self.kernel = mk.FusedMoEKernel(self.subject, self.experts)
 
     def __call__(
