@@ -66,6 +66,8 @@ DEFAULTS = [name for name in KERNELS if name not in MOST_TOKENS]
 #: wide loads of combine in flight, where the text in FlashInfer's wheel keeps all eight.
 PUBLISHED = {"thread_loads_in_flight": 4.0}
 CALIBRATED_ON = (1, 4, 16)
+#: With more, the fitted numbers hardly matter.
+MOST_TOKENS_WITH_LOW = 64
 
 Row = dict[str, Any]
 
@@ -90,7 +92,7 @@ def rows_of(
     if kernels.startswith("flashinfer") and work.combine != "bf16":
         verbs = [verb for verb in verbs if verb == "dispatch"]  # its combine is run for bf16 alone
     low: dict[str, clocked.Clocked] = {}
-    if work.tokens <= clocked.MOST_TOKENS_WITH_PATHS or num_sms is not None:
+    if work.tokens <= MOST_TOKENS_WITH_LOW or num_sms is not None:
         low = run(kernels, work, machine, verbs, {**costs.expected(machine), **changes})
     return [
         {

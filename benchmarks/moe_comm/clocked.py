@@ -51,8 +51,6 @@ from tests.support.ptx.critical_path import Clock, Mirror, Step
 from tests.support.ptx.machine import Machine
 
 ARCHITECTURES = {"h200": "sm_90a", "gb200": "sm_100a"}
-#: Paths of more tokens are not kept: their steps would fill the memory.
-MOST_TOKENS_WITH_PATHS = 64
 
 
 class Clocked(NamedTuple):
@@ -123,16 +121,13 @@ class Layer(abc.ABC):
         self._memory = Memory(self._stride * work.ep_size)
         self._bases = [self._memory.address + rank * self._stride for rank in range(work.ep_size)]
         self._machine = Machine(work.ep_size, clock=True)
-        self._clock = self._clock_of(VERBS[0])
         self._machine.use(self._library)
         for rank, base in enumerate(self._bases):
             self._machine.allocate(rank, base, self._stride, f"workspace of rank {rank}")
         for rank, tensors in zip(self._ranks, self._tensors, strict=True):
             for name, tensor in tensors.items():
                 self._machine.allocate(rank, tensor.data_ptr(), tensor.nbytes, name)
-        if not is_whole:
-            for mirror in self._mirrors():
-                self._clock.mirror(mirror)
+        self._mirrored = [] if is_whole else list(self._mirrors())
 
     @abc.abstractmethod
     def _load(self) -> build.Library:
@@ -145,12 +140,11 @@ class Layer(abc.ABC):
     def _mirrors(self) -> Iterator[Mirror]:
         """Return where rank 0 stores in peers' workspaces, and where those do in its own."""
 
-    def _slices(self, start: int, size_bytes: int) -> Mirror:
+    def _slices(self, start: int, size_bytes: int) -> Iterator[Mirror]:
         """Slice 0 of a region at each peer, and the slice of that peer at rank 0."""
-        of_peer = self._memory.address + self._stride + start
-        of_rank_0 = self._memory.address + start + size_bytes
-        peers = self.work.ep_size - 1
-        return Mirror(of_peer, self._stride, of_rank_0, size_bytes, size_bytes, peers)
+        for peer in range(1, self.work.ep_size):
+            at_rank_0 = self._bases[0] + start + peer * size_bytes
+            yield Mirror(self._bases[peer] + start, at_rank_0, size_bytes)
 
     @abc.abstractmethod
     def _launches(self, verb: str, rank: int) -> list[Launch]: ...
@@ -159,15 +153,10 @@ class Layer(abc.ABC):
         """Return how many threads of a verb's kernel an SM holds."""
         return self._costs["threads_per_sm"]
 
-    def _clock_of(self, verb: str) -> Clock:
-        table = self._costs | {"threads_per_sm": self._threads_per_sm(verb)}
-        keeps_steps = self.work.tokens <= MOST_TOKENS_WITH_PATHS
-        return Clock(self._machine, table, keeps_steps=keeps_steps)
-
     def run(self, verb: str) -> Clocked:
         """Run a verb on all ranks, which begin it together; a combine comes after its dispatch."""
-        self._clock = self._clock_of(verb)
-        self._clock.restart()
+        table = self._costs | {"threads_per_sm": self._threads_per_sm(verb)}
+        clock = Clock(self._machine, table, self._mirrored)
         of_rank = {rank: self._launches(verb, rank) for rank in self._ranks}
         widest = max(launch.threads for launch in of_rank[0])
         places = max(1, int(self._threads_per_sm(verb)) // widest)
@@ -184,10 +173,10 @@ class Layer(abc.ABC):
                     pdl=self._pdl and number > 0,
                 )
         self._machine.run()
-        ended = sorted(self._clock.launches(), key=lambda launch: launch.number)
+        ended = clock.launches()
         last = max(ended, key=lambda launch: launch.end_ns)
         ends = tuple(launch.end_ns / 1e3 for launch in ended if launch.rank == 0)
-        return Clocked(last.end_ns / 1e3, self._clock.path(last), ends)
+        return Clocked(last.end_ns / 1e3, last.path, ends)
 
     def _places(self, threads: int) -> int:
         """Return how many CTAs an SM holds."""
@@ -292,9 +281,9 @@ class Ours(Layer):
     def _mirrors(self) -> Iterator[Mirror]:
         for name, region in self._regions.items():
             if name.endswith("_cells"):
-                yield self._slices(region.offset, 8)
+                yield from self._slices(region.offset, 8)
             if name.endswith("_staging"):
-                yield self._slices(region.offset, region.size_bytes // self.work.ep_size)
+                yield from self._slices(region.offset, region.size_bytes // self.work.ep_size)
 
     def run(self, verb: str) -> Clocked:
         """Run a verb as every layer does.
@@ -447,7 +436,7 @@ class Peer(Layer):
     def _mirrors(self) -> Iterator[Mirror]:
         at = self._of.offsets()
         for start in (at.recv_counters, at.dispatch_flags, at.combine_flags):
-            yield self._slices(start, 4)
+            yield from self._slices(start, 4)
 
     def _launches(self, verb: str, rank: int) -> list[Launch]:
         hidden = "hidden" if self.work.recipe == "bf16" else "quantised"

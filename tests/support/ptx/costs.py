@@ -129,13 +129,6 @@ TABLE = (
         source="the fit, which cannot tell it from ranks that begin late",
         known="fitted",
     ),
-    _estimate(
-        "gpu_fence_waits_remote",
-        "",
-        1,
-        "a later MEMBAR.SYS of another SM has its own stores only to wait for",
-        "whether MEMBAR.GPU waits for acknowledgements of peers",
-    ),
     _measured("acquire_ns", "ns", 3.3, 30, "CCTL.IVALL after a load", source="review"),
     _measured(
         "atomic_ns",

@@ -3,7 +3,7 @@
     clock = Clock(machine, costs("gb200"))
     machine.launch(...)
     machine.run()
-    for step in clock.path(clock.launches()[-1]): print(step)
+    for step in clock.launches()[-1].path: print(step)
 
 All times are modelled, by the table in costs.py.
 """
@@ -12,81 +12,42 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .build import RawSite
 from .machine import Machine
 
-#: As in runtime/clock.h, enum StepKind.
-KINDS = (
-    "launch",
-    "kernel before",
-    "shared load",
-    "local load",
-    "remote load",
-    "atomic",
-    "local store acknowledged",
-    "remote store acknowledged",
-    "flight of a word",
-    "poll",
-    "fence",
-    "acquire",
-    "barrier",
-    "warp meeting",
-    "registers",
-)
+
+class Mirror(NamedTuple):
+    """A place of a peer, and where the peer stores what this rank stores there; as in clock.h."""
+
+    stored: int
+    also: int
+    bytes: int
+
+
+class _Mirror(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in Mirror._fields]
 
 
 class _Step(ctypes.Structure):
-    _fields_ = [
-        ("before", ctypes.c_uint32),
-        ("kind", ctypes.c_uint32),
-        ("begin", ctypes.c_double),
-        ("end", ctypes.c_double),
-        ("queued", ctypes.c_double),
-        ("site", ctypes.c_void_p),
-        ("kernel", ctypes.c_char_p),
-        ("rank", ctypes.c_int32),
-        ("launch", ctypes.c_uint32),
-        ("cta", ctypes.c_uint32),
-        ("thread", ctypes.c_uint32),
-    ]
+    """As in clock.h."""
 
 
-class Launch(ctypes.Structure):
-    """A launch that has ended; times in ns since the first launch was enqueued."""
-
-    _fields_ = [
-        ("rank", ctypes.c_int32),
-        ("number", ctypes.c_uint32),
-        ("begin_ns", ctypes.c_double),
-        ("end_ns", ctypes.c_double),
-        ("step", ctypes.c_uint32),
-    ]
-
-
-class Mirror(NamedTuple):
-    """Places of peers, and where those store what this rank stores there; as in clock.h.
-
-    Attributes:
-        stored, stored_stride: address at the first peer, and bytes from one peer's to the next's.
-        also, also_stride: the same of the places in this rank's memory.
-        bytes: of each place.
-        peers: how many.
-    """
-
-    stored: int
-    stored_stride: int
-    also: int
-    also_stride: int
-    bytes: int
-    peers: int
+_Step._fields_ = [
+    ("before", ctypes.POINTER(_Step)),
+    ("kind", ctypes.c_char_p),
+    ("begin_ns", ctypes.c_double),
+    ("end_ns", ctypes.c_double),
+    ("site", ctypes.POINTER(RawSite)),
+    ("rank", ctypes.c_int32),
+    ("cta", ctypes.c_uint32),
+    ("thread", ctypes.c_uint32),
+]
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A wait on the critical path, or the instructions between two waits (kind "instructions").
 
     Attributes:
@@ -99,10 +60,8 @@ class Step:
     end_ns: float
     queued_ns: float
     rank: int
-    launch: int
     cta: int
     thread: int
-    kernel: str
     line: int
     source_line: int
     text: str
@@ -119,89 +78,88 @@ class Step:
         return f"{told}, {site}" if self.line else told
 
 
+class Launch(NamedTuple):
+    """A launch that has ended, in ns since time began, and what its end waited for.
+
+    Attributes:
+        path: first to last; the times are contiguous.
+    """
+
+    rank: int
+    end_ns: float
+    path: list[Step]
+
+
 class Clock:
-    """The virtual time of a machine that was made with clock=True.
+    """The virtual time of a machine that was made with clock=True; it begins at 0 for every rank.
 
     Args:
-        costs: of costs.py; before the machine's first run.
-        keeps_steps: paths can be read; off for large batches, whose steps fill memory.
+        machine: its streams are empty.
+        costs: of costs.py.
+        mirrors: what is stored to these places is stored to this rank's too, at the same time. So
+            one rank stands for all, where they do the same at the same time.
     """
 
     def __init__(
-        self, machine: Machine, costs: Mapping[str, float], *, keeps_steps: bool = True
+        self, machine: Machine, costs: Mapping[str, float], mirrors: Sequence[Mirror] = ()
     ) -> None:
-        self._runtime, self._handle = machine._runtime, machine._handle
-        for name, result in (
-            ("costs", ctypes.c_char_p),
-            ("steps", ctypes.POINTER(_Step)),
-            ("launches", ctypes.POINTER(Launch)),
-        ):
-            getattr(self._runtime, f"ptx_clock_{name}").restype = result
-        names = self._runtime.ptx_clock_costs().decode().split()
+        runtime, self._handle = machine._runtime, ctypes.c_void_p(machine._handle)
+        runtime.ptx_clock_costs.restype = ctypes.c_char_p
+        names = runtime.ptx_clock_costs().decode().split()
         if sorted(names) != sorted(costs):
             raise ValueError(f"clock.h and the table differ: {sorted(set(names) ^ set(costs))}")
         values = (ctypes.c_double * len(names))(*(costs[name] for name in names))
-        self._runtime.ptx_clock_set(ctypes.c_void_p(self._handle), values)
-        self._runtime.ptx_clock_keep_steps(ctypes.c_void_p(self._handle), int(keeps_steps))
-
-    def mirror(self, mirror: Mirror) -> None:
-        """Let what is stored to peers' places be stored to this rank's too, at the same time.
-
-        So one rank stands for all, where they do the same at the same time: what it stores to a
-        peer's memory, the peer stores to this rank's.
-        """
-        self._runtime.ptx_clock_mirror(
-            ctypes.c_void_p(self._handle), (ctypes.c_uint64 * len(mirror))(*mirror)
-        )
-
-    def restart(self) -> None:
-        """Let time begin again, at 0 for every rank; all streams are empty."""
-        self._runtime.ptx_clock_restart(ctypes.c_void_p(self._handle))
+        places = (_Mirror * len(mirrors))(*(_Mirror(*each) for each in mirrors))
+        runtime.ptx_clock_begin(self._handle, values, places, ctypes.c_uint64(len(mirrors)))
+        self._end = runtime.ptx_clock_end
+        self._end.restype = ctypes.POINTER(_Step)
+        #: Kind of a step -> what it takes without a queue.
+        self._alone_ns = {
+            f"{place} {what}": costs[f"{cost}_ns"]
+            for place, cost in (("local", "l2"), ("remote", "remote"))
+            for what in ("load", "store acknowledged")
+        }
 
     def launches(self) -> list[Launch]:
         """Return the launches that have ended, in the order of their ends."""
-        return [Launch.from_buffer_copy(each) for each in self._list("launches")]
+        found: list[Launch] = []
+        while end := self._end(self._handle, ctypes.c_uint64(len(found))):
+            raw = end.contents
+            found.append(Launch(raw.rank, raw.end_ns, self._path(raw)))
+        return found
 
-    def path(self, launch: Launch) -> list[Step]:
-        """Return what the end of a launch waited for, first to last; the times are contiguous."""
-        steps = self._list("steps")
+    def _path(self, last: Any) -> list[Step]:
         found: list[Step] = []
-        until, number = launch.end_ns, launch.step
-        while number:
-            raw = steps[number]
+        raw, until = last, last.end_ns
+        while raw is not None:
+            before = raw.before.contents if raw.before else None
             # The wait may have begun before what came last before it: what overlaps counts once.
-            before = steps[raw.before].end if raw.before else 0.0
-            if until > raw.end + 1e-9:
-                found.append(_decoded(raw, "instructions", raw.end, until, 0.0))
-            begin = max(raw.begin, before)
-            if raw.end > begin:
-                found.append(_decoded(raw, KINDS[raw.kind], begin, raw.end, raw.queued))
-            until, number = begin, raw.before
+            begin = max(raw.begin_ns, before.end_ns if before else 0.0)
+            if until > raw.end_ns + 1e-9:
+                found.append(_shown(raw, "instructions", raw.end_ns, until))
+            if raw.end_ns > begin:
+                kind = raw.kind.decode()
+                queued = raw.end_ns - raw.begin_ns - self._alone_ns.get(kind, float("inf"))
+                found.append(_shown(raw, kind, begin, raw.end_ns, max(0.0, queued), raw.site))
+            raw, until = before, begin
         return found[::-1]
 
-    def _list(self, name: str) -> Any:
-        count = ctypes.c_uint64()
-        get = getattr(self._runtime, f"ptx_clock_{name}")
-        first = get(ctypes.c_void_p(self._handle), ctypes.byref(count))
-        kind = get.restype._type_
-        return ctypes.cast(first, ctypes.POINTER(kind * count.value)).contents
 
-
-def _decoded(raw: Any, kind: str, begin: float, end: float, queued: float) -> Step:
-    site = RawSite.from_address(raw.site) if raw.site and kind != "instructions" else None
+def _shown(
+    raw: Any, kind: str, begin: float, end: float, queued: float = 0.0, site: Any = None
+) -> Step:
+    of = site.contents if site else RawSite(b"", 0, 0)
     return Step(
         kind=kind,
         begin_ns=begin,
         end_ns=end,
         queued_ns=min(queued, end - begin),
         rank=raw.rank,
-        launch=raw.launch,
         cta=raw.cta,
         thread=raw.thread,
-        kernel=(raw.kernel or b"").decode(),
-        line=site.line if site else 0,
-        source_line=site.source_line if site else 0,
-        text=site.text.decode() if site else "",
+        line=of.line,
+        source_line=of.source_line,
+        text=of.text.decode(),
     )
 
 

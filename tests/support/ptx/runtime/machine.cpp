@@ -268,7 +268,7 @@ void check_barrier(Cta& cta) {
   all.swap(barrier.arrived);
   barrier.sites.clear();
   if (kRaces) races::on_barrier(all.data(), static_cast<int>(all.size()));
-  if (kClock) clocks::on_barrier(all.data(), static_cast<int>(all.size()));
+  if (kClock) clocks::on_meeting(all.data(), static_cast<int>(all.size()), *all[0]->waits_at);
   for (Thread* thread : all) {
     thread->waits_at = nullptr;
     cta.launch->machine->wake(thread);
@@ -348,7 +348,7 @@ void finish(Warp& warp, const Meeting& meeting, WarpOp op, Thread& last) {
     if (&thread != &last) last.machine->wake(&thread);
   }
   if (kRaces && op == WarpOp::kBarrier) races::on_barrier(all.data(), count);
-  if (kClock) clocks::on_warp(all.data(), count, *meeting.site);
+  if (kClock) clocks::on_meeting(all.data(), count, *meeting.site);
 }
 
 }  // namespace

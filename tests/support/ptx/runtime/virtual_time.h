@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <tuple>
 
 namespace ptx::clocks {
 
@@ -13,7 +14,7 @@ namespace {
 
 constexpr uint64_t kLineBytes = 128;  // of L1 and of a packet on the link
 constexpr uint64_t kSectorBytes = 32;
-constexpr size_t kCached = 2048;  // sectors of an SM's L1 that are remembered: 64 KiB
+constexpr uint64_t kCached = 2048;  // sectors of an SM's L1: 64 KiB
 constexpr double kAheadNs = 250.0;
 constexpr double kRounding = 1e-6;  // of a number of turns
 
@@ -27,61 +28,68 @@ RankClock& rank_clock(const Thread& thread) {
   return thread.machine->ranks[thread.rank].clock;
 }
 Sm& sm_of(const Thread& thread) {
-  return rank_clock(thread).sms[thread.cta->clock.sm];
+  return *thread.cta->clock.sm;
 }
 
-Step step_of(const Thread& thread, StepKind kind, double begin, double end, const Site* site) {
-  Step step;
-  step.before = thread.clock.step;
-  step.kind = kind;
-  step.begin = begin;
-  step.end = end;
-  step.site = site;
-  step.kernel = thread.launch->kernel->name;
-  step.rank = thread.rank;
-  step.launch = thread.launch->number;
-  step.cta = thread.cta->number;
-  step.thread = thread.index;
-  return step;
+// ---- steps
+
+double end_of(const Step* step) {
+  return step == nullptr ? 0 : step->end;
 }
 
-uint32_t keep(MachineClock& clock, const Step& step) {
-  if (!clock.keeps_steps) return 0;
-  clock.steps.push_back(step);
-  return static_cast<uint32_t>(clock.steps.size() - 1);
+const Step* later(const Step* one, const Step* other) {
+  return end_of(other) > end_of(one) ? other : one;
 }
 
-void take(Thread& thread, const Step& step) {
-  thread.clock.now = step.end;
-  thread.clock.step = keep(machine_clock(thread), step);
+const Step* keep(Machine& machine, const Step& step) {
+  return &machine.clock.steps.emplace_back(step);
+}
+
+const Step* step_after(const Step* before, const Thread& thread, const char* kind, double begin,
+                       double end, const Site* site) {
+  return keep(*thread.machine,
+              {before, kind, begin, end, site, thread.rank, thread.cta->number, thread.index});
+}
+
+// What begins now.
+const Step* step_until(double end, const Thread& thread, const char* kind, const Site* site) {
+  return step_after(thread.clock.last, thread, kind, thread.clock.now, end, site);
+}
+
+const Step* now_of(const Thread& thread) {
+  return step_until(thread.clock.now, thread, "instructions", nullptr);
+}
+
+void wait(Thread& thread, const Step* step) {
+  if (end_of(step) <= thread.clock.now) return;
+  thread.clock.now = step->end;
+  thread.clock.last = step;
 }
 
 // The thread does nothing else for so long.
-void spend(Thread& thread, double ns, StepKind kind, const Site* site) {
-  const double now = thread.clock.now;
-  take(thread, step_of(thread, kind, now, now + ns, site));
+void spend(Thread& thread, double ns, const char* kind, const Site* site) {
+  wait(thread, step_until(thread.clock.now + ns, thread, kind, site));
 }
 
-void wait(Thread& thread, const Moment& moment) {
-  if (moment.at > thread.clock.now) take(thread, moment.step);
-}
-
-void raise(Moment& latest, const Moment& other) {
-  if (other.at > latest.at) latest = other;
-}
-
-void set_late(Thread& thread, Step step) {
+void fill_registers(Thread& thread, const Step* step) {
   ThreadClock& clock = thread.clock;
-  if (clock.num_defined == 0) return;
-  clock.late.push_back(Moment{step.end, step});
-  clock.all_ready = std::max(clock.all_ready, step.end);
-  for (int i = 0; i < clock.num_defined; ++i) {
-    clock.late_registers[clock.defined[i]] = static_cast<uint32_t>(clock.late.size());
-  }
+  if (clock.num_defined != 0) clock.all_ready = std::max(clock.all_ready, step->end);
+  for (int i = 0; i < clock.num_defined; ++i) clock.ready[clock.defined[i]] = step;
 }
 
-// An address in which every allocation begins with a line, as the driver's do, and with another set
-// of the caches.
+// ---- the ways of an access
+
+// The rank whose memory it touches, unless that is the thread's own.
+RankClock* peer_of(const Thread& thread, const Access& access) {
+  const int owner = access.where->rank;
+  return owner < 0 || owner == thread.rank ? nullptr : &thread.machine->ranks[owner].clock;
+}
+
+double round_trip(const Thread& thread, const RankClock* peer) {
+  return peer != nullptr ? costs_of(thread).remote_ns : costs_of(thread).l2_ns;
+}
+
+// An address in which every allocation begins with a line, as the driver's do.
 uint64_t device_address(const Thread& thread, const Access& access) {
   AllocationClock& clock = access.where->clock;
   if (clock.begin == 0) {
@@ -92,21 +100,20 @@ uint64_t device_address(const Thread& thread, const Access& access) {
   return clock.begin + access.address - access.where->address;
 }
 
-// Rows of different ranks have the same offset: a set by the low bits would be the same for all.
-template <size_t kSets>
-size_t set_of(uint64_t key) {
-  return (key * 0x9E3779B97F4A7C15ULL >> 40) % kSets;
+struct Traffic {
+  double request = 0;  // bytes of what asks for it
+  double bytes = 0;
+  bool takes_place = false;  // of a line in flight
+};
+
+uint64_t set_of(uint64_t sector) {
+  return (sector * 0x9E3779B97F4A7C15ULL >> 40) % kCached;
 }
 
 // What an access adds to the traffic: its sectors that the warp's instruction has not yet touched,
 // and a header for each new line. Nothing that was touched is forgotten before the CTA ends: lanes
 // of one instruction run far apart, and a line that was forgotten between two lanes would cost
 // twice.
-struct Traffic {
-  bool is_new_line = true;
-  double bytes = 0;
-};
-
 Traffic traffic_of(Thread& thread, const Access& access) {
   const Costs& costs = costs_of(thread);
   const double rounded = std::max<double>(access.bytes, costs.granule_bytes);
@@ -119,203 +126,120 @@ Traffic traffic_of(Thread& thread, const Access& access) {
   const bool is_same = found.sectors != 0 && (found.lanes & lane) == 0;
   if (!is_same) found = {};
   found.lanes |= lane;
-  if ((found.sectors & sector) != 0) return {false, 0};
+  if ((found.sectors & sector) != 0) return {};
   found.sectors |= sector;
-  return {!is_same, (is_same ? 0 : costs.header_bytes) + rounded};
+  if (is_same) return {0, rounded, false};
+  return {costs.header_bytes, costs.header_bytes + rounded, true};
 }
 
-// ---- the ways of an access; each returns when it is done
-
-// When there is a place for one more line in flight.
-double in_flight_from(Thread& thread) {
-  const Sm& sm = sm_of(thread);
-  return std::max(thread.clock.now, sm.lines[sm.next_line]);
-}
-
-void is_in_flight_until(Thread& thread, double end) {
+// When it is there.
+double fetch(Thread& thread, RankClock* peer, const Traffic& traffic) {
   Sm& sm = sm_of(thread);
-  sm.lines[sm.next_line] = end;
-  sm.next_line = (sm.next_line + 1) % sm.lines.size();
-}
-
-double fetch_local(Thread& thread, const Traffic& traffic) {
-  const Costs& costs = costs_of(thread);
-  const double begin = traffic.is_new_line ? in_flight_from(thread) : thread.clock.now;
-  const double end =
-      sm_of(thread).intake.pass(begin + costs.l2_ns, traffic.bytes, costs.sm_bytes_per_ns);
-  if (traffic.is_new_line) is_in_flight_until(thread, end);
-  return end;
-}
-
-double fetch_remote(Thread& thread, int owner, const Traffic& traffic) {
-  const Costs& costs = costs_of(thread);
-  RankClock& mine = rank_clock(thread);
-  RankClock& other = thread.machine->ranks[owner].clock;
-  const double half = costs.remote_ns / 2;
-  const double rate = costs.link_bytes_per_ns;
-  const double begin = traffic.is_new_line ? in_flight_from(thread) : thread.clock.now;
-  const double request = traffic.is_new_line ? costs.header_bytes : 0;
-  const double asked = mine.egress.pass(begin, request, rate) + half;
-  const double sent = other.egress.pass(asked, traffic.bytes, rate);
-  const double arrived = mine.ingress.pass(sent, traffic.bytes, rate) + half;
-  const double end = sm_of(thread).intake.pass(arrived, traffic.bytes, costs.sm_bytes_per_ns);
-  if (traffic.is_new_line) is_in_flight_until(thread, end);
-  return end;
+  const double back = round_trip(thread, peer) / 2;
+  double at = thread.clock.now;
+  if (traffic.takes_place) at = std::max(at, sm.lines.free_at());
+  if (peer == nullptr) {
+    at += 2 * back;
+  } else {
+    RankClock& mine = rank_clock(thread);
+    at = mine.egress.pass(at, traffic.request) + back;
+    at = peer->egress.pass(at, traffic.bytes);
+    at = mine.ingress.pass(at, traffic.bytes) + back;
+  }
+  at = sm.intake.pass(at, traffic.bytes);
+  if (traffic.takes_place) sm.lines.take(at);
+  return at;
 }
 
 // When a store is where others see it.
-double fly(Thread& thread, bool is_remote, int owner, const Traffic& traffic) {
-  const Costs& costs = costs_of(thread);
-  const double now = thread.clock.now;
-  const double left = sm_of(thread).port.pass(now, traffic.bytes, costs.sm_bytes_per_ns);
-  if (!is_remote) return left + costs.l2_ns / 2;
-  const double rate = costs.link_bytes_per_ns;
-  const double sent = rank_clock(thread).egress.pass(left, traffic.bytes, rate);
-  RankClock& other = thread.machine->ranks[owner].clock;
-  return other.ingress.pass(sent + costs.remote_ns / 2, traffic.bytes, rate);
+double fly(Thread& thread, RankClock* peer, const Traffic& traffic) {
+  const double there = round_trip(thread, peer) / 2;
+  const double left = sm_of(thread).port.pass(thread.clock.now, traffic.bytes);
+  if (peer == nullptr) return left + there;
+  const double sent = rank_clock(thread).egress.pass(left, traffic.bytes);
+  return peer->ingress.pass(sent + there, traffic.bytes);
 }
 
-double way_back(const Costs& costs, bool is_remote) {
-  return (is_remote ? costs.remote_ns : costs.l2_ns) / 2;
-}
-
-void is_stored(Thread& thread, const Step& step, bool is_remote) {
-  const Moment moment{step.end, step};
-  raise(thread.clock.stored, moment);
-  if (!is_remote) raise(thread.clock.local_stored, moment);
-}
-
-void is_visible(Thread& thread, const Access& access, double at) {
-  Word& word = machine_clock(thread).words[access.address];
-  word.visible = {at, step_of(thread, StepKind::kFlight, thread.clock.now, at, access.site)};
-  word.carried = thread.clock.stored;
-}
+// ---- orders
 
 void release(Thread& thread, Scope scope, const Site* site) {
   if (scope == Scope::kNone || scope == Scope::kCta) return;
   const Costs& costs = costs_of(thread);
-  const bool all = scope == Scope::kSys || costs.gpu_fence_waits_remote != 0;
-  wait(thread, all ? thread.clock.stored : thread.clock.local_stored);
-  spend(thread, scope == Scope::kSys ? costs.fence_sys_ns : costs.fence_gpu_ns, StepKind::kFence,
-        site);
+  wait(thread, thread.clock.stored);
+  spend(thread, scope == Scope::kSys ? costs.fence_sys_ns : costs.fence_gpu_ns, "fence", site);
 }
 
 void acquire(Thread& thread, Scope scope, const Site* site) {
-  raise(thread.clock.stored, thread.clock.seen);
   if (scope == Scope::kNone || scope == Scope::kCta) return;
-  ++sm_of(thread).l1_epoch;
-  spend(thread, costs_of(thread).acquire_ns, StepKind::kAcquire, site);
+  sm_of(thread).l1.clear();
+  spend(thread, costs_of(thread).acquire_ns, "acquire", site);
 }
 
-bool is_remote(const Thread& thread, const Access& access) {
-  return access.where != nullptr && access.where->rank >= 0 && access.where->rank != thread.rank;
+void is_visible(Thread& thread, const Access& access, double at) {
+  machine_clock(thread).words[access.address].visible =
+      step_until(at, thread, "flight of a word", access.site);
 }
 
-void on_shared(Thread& thread, const Access& access) {
-  if (!access.reads) return;
-  const double now = thread.clock.now;
-  set_late(thread,
-           step_of(thread, StepKind::kShared, now, now + costs_of(thread).shared_ns, access.site));
-}
+// ---- accesses
 
-// Registers for wide loads may be few.
-void find_registers(Thread& thread, const Site* site) {
-  ThreadClock& clock = thread.clock;
-  if (clock.loads.empty()) return;
-  const double free = clock.loads[clock.next_load];
-  if (free > clock.now) spend(thread, free - clock.now, StepKind::kRegisters, site);
+const Step* loaded(const Thread& thread, const RankClock* peer, const Access& access, double at) {
+  return step_until(at, thread, peer != nullptr ? "remote load" : "local load", access.site);
 }
 
 void load_weak(Thread& thread, const Access& access) {
   const bool is_wide = access.bytes == 16;
-  if (is_wide) find_registers(thread, access.site);
-  Sm& sm = sm_of(thread);
-  const Costs& costs = costs_of(thread);
-  const bool remote = is_remote(thread, access);
-  const double now = thread.clock.now;
+  if (is_wide) {
+    const double free = thread.clock.loads.free_at();
+    wait(thread, step_until(free, thread, "registers", access.site));
+  }
+  RankClock* peer = peer_of(thread, access);
   const uint64_t sector = device_address(thread, access) / kSectorBytes;
-  const uint64_t tag = sector ^ sm.l1_epoch << 44;
-  Sm::Cached& cached = sm.l1[set_of<kCached>(sector)];
-  double end = 0;
-  if (cached.line == tag) {
-    end = std::max(now + costs.l1_ns, cached.at);
-  } else {
-    const Traffic traffic = traffic_of(thread, access);
-    end = remote ? fetch_remote(thread, access.where->rank, traffic) : fetch_local(thread, traffic);
-    cached = {tag, end};
-  }
-  Step step =
-      step_of(thread, remote ? StepKind::kRemoteLoad : StepKind::kLocalLoad, now, end, access.site);
-  step.queued = std::max(0.0, end - now - (remote ? costs.remote_ns : costs.l2_ns));
-  set_late(thread, step);
-  if (is_wide && !thread.clock.loads.empty()) {
-    thread.clock.loads[thread.clock.next_load] = end;
-    thread.clock.next_load = (thread.clock.next_load + 1) % thread.clock.loads.size();
-  }
+  auto& [cached, there] = sm_of(thread).l1[set_of(sector)];
+  const bool is_new = std::exchange(cached, sector + 1) != sector + 1;
+  if (is_new) there = fetch(thread, peer, traffic_of(thread, access));
+  const double end = is_new ? there : std::max(thread.clock.now + costs_of(thread).l1_ns, there);
+  fill_registers(thread, loaded(thread, peer, access, end));
+  if (is_wide) thread.clock.loads.take(end);
 }
 
 // A load that may be waiting for another thread's word. If the word is on its way, the thread asks
 // again and again, each time after the answer.
-Step load_ordered(Thread& thread, const Access& access) {
-  MachineClock& machine = machine_clock(thread);
-  const bool remote = is_remote(thread, access);
-  const double now = thread.clock.now;
-  const Traffic traffic = traffic_of(thread, access);
-  double end =
-      remote ? fetch_remote(thread, access.where->rank, traffic) : fetch_local(thread, traffic);
-  Step step =
-      step_of(thread, remote ? StepKind::kRemoteLoad : StepKind::kLocalLoad, now, end, access.site);
-  const auto found = machine.words.find(access.address);
-  if (found == machine.words.end()) return step;
-  const Word& word = found->second;
-  raise(thread.clock.seen, word.carried);
-  const double back = way_back(machine.costs, remote);
-  if (word.visible.at > end - back) {
-    const double turn = 2 * back + machine.costs.issue_ns;
-    end += turn * std::ceil((word.visible.at - (end - back)) / turn - kRounding);
-    step.kind = StepKind::kPoll;
-    step.before = keep(machine, word.visible.step);
-    step.begin = word.visible.at;
-    step.end = end;
-  }
-  return step;
-}
-
-void note_mirrors(MachineClock& clock, const Access& access) {
-  for (const Mirror& each : clock.mirrors) {
-    const uint64_t distance = access.address - each.stored;  // wraps below
-    const uint64_t peer = distance / each.stored_stride;
-    const uint64_t offset = distance % each.stored_stride;
-    if (peer >= each.count || offset + access.bytes > each.bytes) continue;
-    const uint64_t to = each.also + peer * each.also_stride + offset;
-    clock.mirrored.push_back({access.address, to, access.bytes});
-  }
+const Step* load_ordered(Thread& thread, const Access& access) {
+  RankClock* peer = peer_of(thread, access);
+  const double end = fetch(thread, peer, traffic_of(thread, access));
+  const auto& words = machine_clock(thread).words;
+  const auto found = words.find(access.address);
+  const Step* visible = found == words.end() ? nullptr : found->second.visible;
+  const double trip = round_trip(thread, peer);
+  const double late = end_of(visible) - (end - trip / 2);
+  if (late <= 0) return loaded(thread, peer, access, end);
+  const double turn = trip + costs_of(thread).issue_ns;
+  const double polled = end + turn * std::ceil(late / turn - kRounding);
+  return step_after(visible, thread, "poll", visible->end, polled, access.site);
 }
 
 void store(Thread& thread, const Access& access) {
-  const bool is_ordered = access.site->order != Order::kWeak;
-  const bool remote = is_remote(thread, access);
-  const Costs& costs = costs_of(thread);
-  const int owner = remote ? access.where->rank : thread.rank;
-  const double at = fly(thread, remote, owner, traffic_of(thread, access));
-  const double now = thread.clock.now;
-  const double back = way_back(costs, remote);
-  Step step = step_of(thread, remote ? StepKind::kRemoteStore : StepKind::kLocalStore, now,
-                      at + back, access.site);
-  step.queued = std::max(0.0, at - now - back);
-  if (is_ordered) is_visible(thread, access, at);
-  is_stored(thread, step, remote);
-  note_mirrors(machine_clock(thread), access);
+  RankClock* peer = peer_of(thread, access);
+  const double at = fly(thread, peer, traffic_of(thread, access));
+  const char* kind = peer != nullptr ? "remote store acknowledged" : "local store acknowledged";
+  const double end = at + round_trip(thread, peer) / 2;
+  thread.clock.stored = later(thread.clock.stored, step_until(end, thread, kind, access.site));
+  if (access.site->order != Order::kWeak) is_visible(thread, access, at);
+  MachineClock& machine = machine_clock(thread);
+  const auto place = machine.mirrors.upper_bound(access.address);
+  if (place == machine.mirrors.end() || access.address < place->second.stored) return;
+  const uint64_t also = place->second.also + access.address - place->second.stored;
+  machine.mirrored.push_back({access.address, also, access.bytes});
 }
 
 // Leaves when a release would, while the thread goes on.
 void store_async(Thread& thread, const Access& access) {
   const double now = thread.clock.now;
-  const uint32_t step = thread.clock.step;
+  const Step* last = thread.clock.last;
   release(thread, access.site->scope, access.site);
   store(thread, access);
   thread.clock.now = now;
-  thread.clock.step = step;
+  thread.clock.last = last;
 }
 
 // Before the next thread runs: what has been stored is in memory.
@@ -330,49 +254,38 @@ void mirror(MachineClock& clock) {
   clock.mirrored.clear();
 }
 
-Step atomic(Thread& thread, const Access& access) {
+const Step* atomic(Thread& thread, const Access& access) {
   const Costs& costs = costs_of(thread);
-  const bool remote = is_remote(thread, access);
-  const int owner = remote ? access.where->rank : thread.rank;
-  const double now = thread.clock.now;
-  const Traffic traffic{true, costs.header_bytes + costs.granule_bytes};
-  const double arrives = fly(thread, remote, owner, traffic);
-  Word& word = machine_clock(thread).words[access.address];
-  const double begin = std::max(arrives, word.busy);
-  word.busy = begin + costs.atomic_gap_ns;
-  raise(thread.clock.seen, word.carried);
-  const Moment carried = word.carried;
-  const double extra = costs.atomic_ns - costs.l2_ns;
-  const double end = begin + extra + way_back(costs, remote);
-  const Step step = step_of(thread, StepKind::kAtomic, now, end, access.site);
-  is_visible(thread, access, begin + extra);
-  raise(machine_clock(thread).words[access.address].carried, carried);
-  is_stored(thread, step, remote);
+  RankClock* peer = peer_of(thread, access);
+  const double arrives = fly(thread, peer, {0, costs.header_bytes + costs.granule_bytes, false});
+  double& busy = machine_clock(thread).words[access.address].busy;
+  const double begin = std::max(arrives, busy);
+  busy = begin + costs.atomic_gap_ns;
+  const double done = begin + (costs.atomic_ns - costs.l2_ns);
+  is_visible(thread, access, done);
+  const double end = done + round_trip(thread, peer) / 2;
+  const Step* step = step_until(end, thread, "atomic", access.site);
+  thread.clock.stored = later(thread.clock.stored, step);
   return step;
 }
 
+// ---- CTAs and threads
+
 void begin_cta(Thread& thread) {
-  Launch& launch = *thread.launch;
+  const Launch& launch = *thread.launch;
   CtaClock& cta = thread.cta->clock;
-  RankClock& rank = rank_clock(thread);
-  const Costs& costs = costs_of(thread);
-  if (rank.sms.empty()) {
-    rank.sms.resize(static_cast<size_t>(costs.num_sms));
-    for (Sm& sm : rank.sms) {
-      sm.lines.resize(static_cast<size_t>(costs.sm_lines_in_flight));
-    }
-  }
-  const auto least =
-      std::min_element(rank.sms.begin(), rank.sms.end(), [](const Sm& a, const Sm& b) {
-        return a.ctas != b.ctas ? a.ctas < b.ctas : a.freed < b.freed;
-      });
-  cta.sm = static_cast<int>(least - rank.sms.begin());
-  if (least->l1.empty()) least->l1.resize(kCached);
-  if (least->ctas++ == 0) ++least->l1_epoch;
-  const int places =
-      std::max(1, static_cast<int>(costs.threads_per_sm) / static_cast<int>(launch.num_threads()));
-  const bool had_to_wait = least->ctas >= places && thread.cta->number >= places * rank.sms.size();
-  cta.begin = std::max(launch.clock.begin, had_to_wait ? least->freed : 0.0);
+  std::vector<Sm>& sms = rank_clock(thread).sms;
+  const auto least = std::min_element(sms.begin(), sms.end(), [](const Sm& a, const Sm& b) {
+    return std::tie(a.ctas, a.freed) < std::tie(b.ctas, b.freed);
+  });
+  cta.sm = &*least;
+  if (least->ctas++ == 0) least->l1.clear();
+  const int threads_per_sm = static_cast<int>(costs_of(thread).threads_per_sm);
+  const int places = std::max(1, threads_per_sm / static_cast<int>(launch.num_threads()));
+  const bool had_to_wait = least->ctas >= places && thread.cta->number >= places * sms.size();
+  const double begin = end_of(launch.clock.begin);
+  const double end = std::max(begin, had_to_wait ? least->freed : 0.0);
+  cta.begin = step_after(launch.clock.begin, thread, "launch", begin, end, nullptr);
 }
 
 void change_active(Thread& thread, int by) {
@@ -384,34 +297,6 @@ void change_active(Thread& thread, int by) {
   sm.issue_ns[1] = sm.issue_ns[0] * costs.slow_instructions;
 }
 
-// Who meets goes on together, when the last has come.
-void join(Thread* const* threads, int count, double ns, StepKind kind, const Site* site) {
-  const Thread* last = threads[0];
-  Moment stored;
-  Moment local_stored;
-  Moment seen;
-  for (int i = 0; i < count; ++i) {
-    const ThreadClock& clock = threads[i]->clock;
-    if (clock.now > last->clock.now) last = threads[i];
-    raise(stored, clock.stored);
-    raise(local_stored, clock.local_stored);
-    raise(seen, clock.seen);
-  }
-  const double now = last->clock.now;
-  const Step step = step_of(*last, kind, now, now + ns, site);
-  const uint32_t number = keep(machine_clock(*last), step);
-  const bool orders_memory = kind == StepKind::kBarrier || site->kind == Kind::kWarpBarrier;
-  for (int i = 0; i < count; ++i) {
-    ThreadClock& clock = threads[i]->clock;
-    clock.now = step.end;
-    clock.step = number;
-    if (!orders_memory) continue;
-    clock.stored = stored;
-    clock.local_stored = local_stored;
-    clock.seen = seen;
-  }
-}
-
 // Warps of one time run in an order that favours no rank and no CTA.
 uint32_t order_of(const Thread& thread) {
   const uint64_t warp = (static_cast<uint64_t>(thread.rank) << 40) ^
@@ -421,73 +306,59 @@ uint32_t order_of(const Thread& thread) {
 }
 
 bool is_later(const Thread* a, const Thread* b) {
-  if (a->clock.now != b->clock.now) return a->clock.now > b->clock.now;
-  if (a->clock.order != b->clock.order) return a->clock.order > b->clock.order;
-  if (a->rank != b->rank) return a->rank > b->rank;
-  return a->cta->number > b->cta->number;
+  return std::tie(a->clock.now, a->clock.order, a->rank, a->cta->number) >
+         std::tie(b->clock.now, b->clock.order, b->rank, b->cta->number);
 }
 
 }  // namespace
 
 size_t Pipe::first_free(size_t bin) {
-  if (bin >= used_.size()) {
-    used_.resize(bin + 256, 0.0F);
-    for (size_t i = next_.size(); i < used_.size(); ++i) next_.push_back(static_cast<uint32_t>(i));
-  }
   size_t found = bin;
-  while (next_[found] != found)
-    found = next_[found] < next_.size() ? next_[found] : first_free(next_[found]);
-  while (next_[bin] != found) {
-    const size_t after = next_[bin];
-    next_[bin] = static_cast<uint32_t>(found);
+  while (found < bins_.size() && bins_[found].full != 0) found += bins_[found].full;
+  while (bin < found) {
+    const size_t after = bin + bins_[bin].full;
+    bins_[bin].full = static_cast<uint32_t>(found - bin);
     bin = after;
   }
+  if (found >= bins_.size()) bins_.resize(found + 256);
   return found;
 }
 
-double Pipe::pass(double from, double bytes, double bytes_per_ns) {
-  const double whole = kBinNs * bytes_per_ns;
+double Pipe::pass(double from, double bytes) {
+  const double whole = kBinNs * rate_;
   double left = bytes;
-  double end = from + bytes / bytes_per_ns;
+  double end = from + bytes / rate_;
   auto bin = static_cast<size_t>(from / kBinNs);
   while (left > 0) {
     bin = first_free(bin);
-    const double taken = std::min(left, whole - used_[bin]);
-    used_[bin] += static_cast<float>(taken);
+    float& used = bins_[bin].used;
+    const double taken = std::min(left, whole - used);
+    used += static_cast<float>(taken);
     left -= taken;
-    end = std::max(end, bin * kBinNs + used_[bin] / bytes_per_ns);
-    if (used_[bin] >= whole - 0.5) {
-      first_free(bin + 1);  // so that it exists
-      next_[bin] = static_cast<uint32_t>(bin + 1);
-    }
+    end = std::max(end, bin * kBinNs + used / rate_);
+    if (used >= whole - 0.5) bins_[bin].full = 1;
   }
   return end;
 }
 
 void on_late(Thread& thread, Class kind, const uint16_t* uses, int num_uses) {
   ThreadClock& clock = thread.clock;
-  if (clock.now >= clock.all_ready) {
-    clock.late.clear();
-    std::fill(clock.late_registers.begin(), clock.late_registers.end(), 0);
-    return;
-  }
-  uint32_t latest = 0;
-  for (int i = 0; i < num_uses; ++i) {
-    const uint32_t number = clock.late_registers[uses[i]];
-    if (number != 0 && (latest == 0 || clock.late[number - 1].at > clock.late[latest - 1].at)) {
-      latest = number;
-    }
-  }
+  const Step* latest = nullptr;
+  for (int i = 0; i < num_uses; ++i) latest = later(latest, clock.ready[uses[i]]);
   const bool only_computes = kind == Class::kAlu || kind == Class::kSlow;
-  if (latest != 0 && !only_computes) wait(thread, clock.late[latest - 1]);
+  if (!only_computes) wait(thread, latest);
   for (int i = 0; i < clock.num_defined; ++i) {
-    clock.late_registers[clock.defined[i]] = only_computes ? latest : 0;
+    clock.ready[clock.defined[i]] = only_computes ? latest : nullptr;
   }
 }
 
 void on_access(Thread& thread, const Access& access) {
-  if (access.space != Space::kGlobal) return on_shared(thread, access);
   const Site* site = access.site;
+  if (access.space != Space::kGlobal) {
+    const double end = thread.clock.now + costs_of(thread).shared_ns;
+    if (access.reads) fill_registers(thread, step_until(end, thread, "shared load", site));
+    return;
+  }
   const Order order = site->order;
   const bool releases = order == Order::kRelease || order == Order::kAcqRel || order == Order::kSc;
   const bool acquires = order == Order::kAcquire || order == Order::kAcqRel || order == Order::kSc;
@@ -495,52 +366,33 @@ void on_access(Thread& thread, const Access& access) {
   if (site->kind == Kind::kAsyncStore) return store_async(thread, access);
   if (access.writes && releases) release(thread, site->scope, site);
   if (!access.reads) return store(thread, access);
-  const Step step = access.writes ? atomic(thread, access) : load_ordered(thread, access);
-  if (acquires) {
-    wait(thread, {step.end, step});
-    acquire(thread, site->scope, site);
-  } else {
-    set_late(thread, step);
-  }
+  const Step* step = access.writes ? atomic(thread, access) : load_ordered(thread, access);
+  if (!acquires) return fill_registers(thread, step);
+  wait(thread, step);
+  acquire(thread, site->scope, site);
 }
 
 // The bytes come as packets of a line. How many an SM may have in flight is not known: any number.
 void on_copy(Thread& thread, const Access& from, CopyBarrier& barrier) {
-  const Costs& costs = costs_of(thread);
-  const bool remote = is_remote(thread, from);
-  const double now = thread.clock.now;
-  const double headers = (from.bytes + kLineBytes - 1) / kLineBytes * costs.header_bytes;
-  const double bytes = from.bytes + headers;
-  double end = now + costs.l2_ns;
-  if (remote) {
-    RankClock& mine = rank_clock(thread);
-    RankClock& other = thread.machine->ranks[from.where->rank].clock;
-    const double rate = costs.link_bytes_per_ns;
-    const double asked = mine.egress.pass(now, headers, rate) + costs.remote_ns / 2;
-    const double sent = other.egress.pass(asked, bytes, rate);
-    end = mine.ingress.pass(sent, bytes, rate) + costs.remote_ns / 2;
-  }
-  end = sm_of(thread).intake.pass(end, bytes, costs.sm_bytes_per_ns);
-  Step step =
-      step_of(thread, remote ? StepKind::kRemoteLoad : StepKind::kLocalLoad, now, end, from.site);
-  step.queued = std::max(0.0, end - now - (remote ? costs.remote_ns : costs.l2_ns));
-  raise(barrier.clock.latest, {end, step});
+  const double headers = (from.bytes + kLineBytes - 1) / kLineBytes * costs_of(thread).header_bytes;
+  RankClock* peer = peer_of(thread, from);
+  const double end = fetch(thread, peer, {headers, from.bytes + headers, false});
+  barrier.clock.latest = later(barrier.clock.latest, loaded(thread, peer, from, end));
 }
 
 void on_arrival(Thread& thread, CopyBarrier& barrier) {
-  const double now = thread.clock.now;
-  raise(barrier.clock.latest, {now, step_of(thread, StepKind::kShared, now, now, nullptr)});
+  barrier.clock.latest = later(barrier.clock.latest, now_of(thread));
 }
 
 void on_phase_end(CopyBarrier& barrier) {
   barrier.clock.ended[barrier.phase & 1U] = barrier.clock.latest;
-  barrier.clock.latest = {};
+  barrier.clock.latest = nullptr;
 }
 
 void on_phase_asked(Thread& thread, CopyBarrier& barrier, uint32_t parity, bool ended,
                     const Site& site) {
   if (ended) wait(thread, barrier.clock.ended[parity]);
-  spend(thread, costs_of(thread).shared_ns, StepKind::kShared, &site);
+  spend(thread, costs_of(thread).shared_ns, "shared load", &site);
 }
 
 void on_fence(Thread& thread, const Site& site) {
@@ -548,31 +400,36 @@ void on_fence(Thread& thread, const Site& site) {
   if (site.order != Order::kRelease) acquire(thread, site.scope, &site);
 }
 
-void on_barrier(Thread* const* threads, int count) {
-  join(threads, count, costs_of(*threads[0]).barrier_ns, StepKind::kBarrier, threads[0]->waits_at);
-}
-
-void on_warp(Thread* const* threads, int count, const Site& site) {
+// Who meets goes on together, when the last has come.
+void on_meeting(Thread* const* threads, int count, const Site& site) {
   const Costs& costs = costs_of(*threads[0]);
-  const double ns = site.kind == Kind::kWarpBarrier ? costs.warp_barrier_ns : costs.shuffle_ns;
-  join(threads, count, ns, StepKind::kWarp, &site);
+  const bool is_barrier = site.kind == Kind::kBarrier;
+  const bool orders_memory = is_barrier || site.kind == Kind::kWarpBarrier;
+  const double of_warp = orders_memory ? costs.warp_barrier_ns : costs.shuffle_ns;
+  const Thread* last = *std::max_element(
+      threads, threads + count,
+      [](const Thread* a, const Thread* b) { return a->clock.now < b->clock.now; });
+  const double end = last->clock.now + (is_barrier ? costs.barrier_ns : of_warp);
+  const Step* met = step_until(end, *last, is_barrier ? "barrier" : "warp meeting", &site);
+  const Step* stored = nullptr;
+  for (int i = 0; i < count; ++i) stored = later(stored, threads[i]->clock.stored);
+  for (int i = 0; i < count; ++i) {
+    threads[i]->clock.now = end;
+    threads[i]->clock.last = met;
+    if (orders_memory) threads[i]->clock.stored = stored;
+  }
 }
 
 void on_thread_start(Thread& thread) {
   CtaClock& cta = thread.cta->clock;
-  const LaunchClock& launch = thread.launch->clock;
-  if (cta.sm < 0) {
-    begin_cta(thread);
-    Step step = step_of(thread, StepKind::kStart, launch.begin, cta.begin, nullptr);
-    step.before = launch.begin_step;
-    cta.step = keep(machine_clock(thread), step);
-  }
-  thread.clock.now = cta.begin;
-  thread.clock.step = cta.step;
-  thread.clock.issue_ns = sm_of(thread).issue_ns;
-  thread.clock.order = order_of(thread);
-  thread.clock.loads.resize(static_cast<size_t>(costs_of(thread).thread_loads_in_flight));
-  thread.clock.late_registers.resize(thread.launch->kernel->num_registers + 1);
+  ThreadClock& clock = thread.clock;
+  if (cta.sm == nullptr) begin_cta(thread);
+  clock.last = cta.begin;
+  clock.now = cta.begin->end;
+  clock.issue_ns = cta.sm->issue_ns;
+  clock.order = order_of(thread);
+  clock.loads = Places(costs_of(thread).thread_loads_in_flight);
+  clock.ready.resize(thread.launch->kernel->num_registers);
   change_active(thread, 1);
 }
 
@@ -581,45 +438,28 @@ void on_thread_end(Thread& thread) {
   change_active(thread, -1);
   if (!thread.cta->lets_dependents_start) on_grid_launch(thread);
   wait(thread, thread.clock.stored);
-  if (thread.clock.now > launch.end) {
-    launch.end = thread.clock.now;
-    launch.end_step = thread.clock.step;
-  }
+  launch.end = later(launch.end, now_of(thread));
   if (thread.cta->live == 1) {
     Sm& sm = sm_of(thread);
     --sm.ctas;
     sm.freed = std::max(sm.freed, thread.clock.now);
     thread.cta->clock.touched = {};
   }
-  thread.clock.late = {};
-  thread.clock.late_registers = {};
+  thread.clock.ready = {};
 }
 
 void on_launch_start(Launch& launch) {
-  const Costs& costs = launch.machine->clock.costs;
-  RankClock& rank = launch.machine->ranks[launch.rank].clock;
-  const bool overlaps = launch.before != nullptr;
-  const LaunchClock* before = overlaps ? &launch.before->clock : nullptr;
-  const double from = overlaps ? before->dependents : rank.end;
-  Step step;
-  step.before = overlaps ? before->dependents_step : rank.end_step;
-  step.kind = StepKind::kStart;
-  step.begin = from;
-  step.end = from + costs.launch_ns;
-  step.kernel = launch.kernel->name;
-  step.rank = launch.rank;
-  step.launch = launch.number;
-  launch.clock.begin = step.end;
-  launch.clock.begin_step = keep(launch.machine->clock, step);
+  const RankClock& rank = launch.machine->ranks[launch.rank].clock;
+  const Step* before = launch.before != nullptr ? launch.before->clock.dependents : rank.end;
+  const double begin = end_of(before);
+  const double end = begin + launch.machine->clock.costs.launch_ns;
+  launch.clock.begin =
+      keep(*launch.machine, {before, "launch", begin, end, nullptr, launch.rank, 0, 0});
 }
 
 void on_launch_end(Launch& launch) {
-  RankClock& rank = launch.machine->ranks[launch.rank].clock;
-  const LaunchClock& clock = launch.clock;
-  rank.end = clock.end;
-  rank.end_step = clock.end_step;
-  launch.machine->clock.ended.push_back(
-      {launch.rank, launch.number, clock.begin, clock.end, clock.end_step});
+  launch.machine->ranks[launch.rank].clock.end = launch.clock.end;
+  launch.machine->clock.ended.push_back(launch.clock.end);
 }
 
 void on_grid_launch(Thread& thread) {
@@ -627,19 +467,15 @@ void on_grid_launch(Thread& thread) {
   CtaClock& cta = thread.cta->clock;
   if (cta.let_dependents_start && thread.cta->lets_dependents_start) return;
   cta.let_dependents_start = true;
-  if (thread.clock.now > launch.dependents) {
-    launch.dependents = thread.clock.now;
-    launch.dependents_step = thread.clock.step;
-  }
+  launch.dependents = later(launch.dependents, now_of(thread));
 }
 
 void on_grid_wait(Thread& thread) {
-  const RankClock& rank = rank_clock(thread);
-  const double end = rank.end + costs_of(thread).pdl_ns;
-  if (!thread.launch->pdl || end <= thread.clock.now) return;
-  Step step = step_of(thread, StepKind::kGridWait, rank.end, end, thread.waits_at);
-  step.before = rank.end_step;
-  take(thread, step);
+  if (!thread.launch->pdl) return;
+  const Step* before = rank_clock(thread).end;
+  const double begin = end_of(before);
+  const double end = begin + costs_of(thread).pdl_ns;
+  wait(thread, step_after(before, thread, "kernel before", begin, end, thread.waits_at));
 }
 
 uint64_t timer_ns(const Thread& thread) {
@@ -679,35 +515,24 @@ const char* ptx_clock_costs() {
 #undef PTX_COST
 }
 
-void ptx_clock_set(ptx_machine* machine, const double* costs) {
-  std::memcpy(&machine->machine.clock.costs, costs, sizeof(ptx::clocks::Costs));
+// Time begins at 0 for all ranks; streams are empty.
+void ptx_clock_begin(ptx_machine* machine, const double* costs, const ptx::clocks::Mirror* mirrors,
+                     uint64_t num_mirrors) {
+  ptx::Machine& made = machine->machine;
+  const uint64_t lines_end = made.clock.lines_end;  // allocations stay where they are
+  made.clock = {};
+  made.clock.lines_end = lines_end;
+  std::memcpy(&made.clock.costs, costs, sizeof(ptx::clocks::Costs));
+  for (const auto* each = mirrors; each != mirrors + num_mirrors; ++each) {
+    made.clock.mirrors[each->stored + each->bytes] = *each;
+  }
+  for (ptx::Rank& rank : made.ranks) rank.clock = ptx::RankClock(made.clock.costs);
 }
 
-void ptx_clock_keep_steps(ptx_machine* machine, int keeps) {
-  machine->machine.clock.keeps_steps = keeps != 0;
-}
-
-void ptx_clock_mirror(ptx_machine* machine, const ptx::clocks::Mirror* mirror) {
-  machine->machine.clock.mirrors.push_back(*mirror);
-}
-
-// Time begins again, at 0 for all ranks; streams are empty.
-void ptx_clock_restart(ptx_machine* machine) {
-  ptx::MachineClock& clock = machine->machine.clock;
-  for (ptx::Rank& rank : machine->machine.ranks) rank.clock = {};
-  clock.words.clear();
-  clock.steps.resize(1);
-  clock.ended.clear();
-}
-
-const ptx::clocks::Step* ptx_clock_steps(ptx_machine* machine, uint64_t* count) {
-  *count = machine->machine.clock.steps.size();
-  return machine->machine.clock.steps.data();
-}
-
-const ptx::EndedLaunch* ptx_clock_launches(ptx_machine* machine, uint64_t* count) {
-  *count = machine->machine.clock.ended.size();
-  return machine->machine.clock.ended.data();
+// The end of a launch, in the order of their ends; null: there are no more.
+const ptx::clocks::Step* ptx_clock_end(ptx_machine* machine, uint64_t number) {
+  const auto& ended = machine->machine.clock.ended;
+  return number < ended.size() ? ended[number] : nullptr;
 }
 
 }  // extern "C"
