@@ -155,6 +155,10 @@ def _truncated(value: np.float32, least: int, most: int) -> int:
     return most if value > most else least if value < least else int(value)
 
 
+def _extracted(a: int, position: int, length: int) -> int:
+    return a >> (position & 255) & ((1 << (length & 255)) - 1)
+
+
 def _inserted(a: int, b: int, position: int, length: int) -> int:
     mask = ((1 << (length & 255)) - 1) << (position & 255)
     return (b & ~mask) | (a << (position & 255) & mask)
@@ -186,6 +190,8 @@ def _bits() -> Iterator[Form]:
         yield Form(f"bfi.{kind}", (kind, kind, "u32", "u32"), kind, _inserted)
         turned = lambda a, n=kind[1:]: int(f"{a:0{n}b}"[::-1], 2)  # noqa: E731
         yield Form(f"brev.{kind}", (kind,), kind, turned)
+    for kind in ("u32", "u64"):
+        yield Form(f"bfe.{kind}", (kind, "u32", "u32"), kind, _extracted)
     # Of zero: -1, which has all bits.
     shift = lambda a: 32 - a.bit_length() if a else -1  # noqa: E731
     yield Form("bfind.shiftamt.u32", ("u32",), "u32", shift)
@@ -383,6 +389,7 @@ _UNKNOWN = {
     ".callprototype;": "unknown directive",
     ".reg .b7 %x;": "unknown registers",
     "shfl.sync.left.b32 %r0, %r1, 1, 31, -1;": "unknown meeting",
+    "bfe.s32 %r0, %r1, %r2, %r3;": "unknown type",
     "bfind.u32 %r0, %r1;": "unknown form",
     "bfind.shiftamt.s32 %r0, %r1;": "unknown type",
     "bfind.shiftamt.u64 %r0, %word0;": "unknown type",

@@ -356,6 +356,7 @@ _MEETINGS = {
     "shfl.sync.bfly.b32": "kShuffleBfly",
     "shfl.sync.idx.b32": "kShuffleIdx",
     "redux.sync.add.s32": "kAdd",
+    "redux.sync.add.u32": "kAdd",
     "redux.sync.min.u32": "kMin",
     "redux.sync.max.u32": "kMax",
     "vote.sync.ballot.b32": "kBallot",
@@ -443,6 +444,7 @@ _COMPUTED = {
     "shl": ("TU", "shifted_left<{T}>({0}, {1})"),
     "shr": ("TU", "shifted_right<{T}>({0}, {1})"),
     "shf.l.wrap": ("UUU", "funnel({0}, {1}, {2})"),
+    "bfe": ("TUU", "extracted<{T}>({0}, {1}, {2})"),
     "bfi": ("TTUU", "inserted<{T}>({0}, {1}, {2}, {3})"),
     # How far up the highest bit can move; all ones where there is none.
     "bfind.shiftamt": ("U", "({0} == 0 ? ~0u : static_cast<uint32_t>(std::countl_zero({0})))"),
@@ -453,8 +455,12 @@ _COMPUTED = {
 }
 #: The same of floating types, whose bits are enough for it.
 _OF_BITS = {"selp": "", "copysign": "", "neg": "{0} ^ {sign}", "abs": "{0} & ~{sign}"}
-#: PTX has no other types of neg; other types of bfind are not done here.
-_TYPES = {"bfind.shiftamt": ("u32",), "neg": ("s16", "s32", "s64", "bf16", "f16", "f32")}
+#: PTX has no other types of neg; other types of bfe and bfind are not done here.
+_TYPES = {
+    "bfe": ("u32", "u64"),
+    "bfind.shiftamt": ("u32",),
+    "neg": ("s16", "s32", "s64", "bf16", "f16", "f32"),
+}
 
 
 @emits("mul", "mad", "shf", "bfind", "abs", *(name for name in _COMPUTED if "." not in name))

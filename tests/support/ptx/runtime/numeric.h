@@ -176,6 +176,15 @@ inline uint32_t funnel(uint32_t low, uint32_t high, uint32_t by) {
   return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) << (by & 31U) >> 32);
 }
 template <class Unsigned>
+inline Unsigned extracted(Unsigned a, uint32_t at, uint32_t count) {
+  constexpr uint32_t kBits = sizeof(Unsigned) * 8;
+  at &= 255U;
+  count &= 255U;
+  if (at >= kBits) return 0;
+  const Unsigned ones = count >= kBits ? ~Unsigned{0} : (Unsigned{1} << count) - 1;
+  return a >> at & ones;
+}
+template <class Unsigned>
 inline Unsigned inserted(Unsigned field, Unsigned base, uint32_t at, uint32_t count) {
   constexpr uint32_t kBits = sizeof(Unsigned) * 8;
   at &= 255U;
