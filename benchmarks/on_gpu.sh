@@ -67,6 +67,11 @@ export PYTHONPATH="$view:$TMPDIR/flashinfer" GPU_STAGES_VLLM="$view:$TMPDIR/vllm
 
 cd "$view" || exit 2
 "$python" -m tests.gpu.day.stages --out "$out" "$@" &
-# Whoever ends this script ends the stage, which ends its steps. Then the first `wait` returns at once.
-trap 'kill "$!"' TERM INT
-wait "$!" || wait "$!"
+stage=$!
+# Whoever ends this script ends the stage, which ends its steps. Each signal ends a `wait` only.
+trap 'kill "$stage"' TERM INT
+while true; do
+  wait "$stage"
+  status=$?
+  kill -0 "$stage" 2>/dev/null || exit "$status"
+done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import importlib
 import itertools
@@ -33,16 +34,21 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.long
 
 
-def start(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-    """on_gpu.sh, which says all of it to its stdout."""
+@contextlib.contextmanager
+def start(folder: Path, *arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """on_gpu.sh, which says all of it to its stdout; it ends with the block."""
     usual = {"OUT": str(folder), "PYTHON": sys.executable, "CARRY": str(folder / "no-such-folder")}
-    return subprocess.Popen(
+    with subprocess.Popen(
         ["bash", str(ROOT / "benchmarks/on_gpu.sh"), *arguments],
         env=os.environ | usual | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> tuple[int, str]:

@@ -123,7 +123,7 @@ def test_rounds(recipe: str | None, calls: Calls) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_head(dtype: torch.dtype, calls: Calls) -> None:
     """Of three ranks, the last of which has few columns, with every number of parts of a row."""
-    config = test_head_on_cpu.config_of(3, 1001, hidden_size=37, dtype=dtype)
+    config = test_head_on_cpu.config_of(3, 700, hidden_size=37, dtype=dtype)
     generator = torch.Generator().manual_seed(2)
     ranks = Aarch64HeadRanks(config, calls, ctas=2)
     for splits in range(1, test_head_on_cpu.MOST_SPLITS + 1):

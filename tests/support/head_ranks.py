@@ -210,21 +210,27 @@ class HeadRanks:
     def multiply(self, rank: int, calls: Sequence[Call], of_round: Round) -> None:
         """Checks the gathered rows; in the product's place come the logits that were said."""
         config = self.configs[rank]
-        first, end = config.shard(rank)
         slots = self.view(rank, "head_rows", config.dtype).view(-1, config.hidden_size)
-        logits = self.view(rank, "head_logits", config.dtype)
+        for peer, call in enumerate(calls):
+            slot = peer * of_round.row_bound
+            there = slots[slot : slot + len(call.hidden)]
+            assert torch.equal(there, call.hidden), f"rows of rank {peer}"
+        self.put_logits(rank, calls, of_round, self.view(rank, "head_logits", config.dtype))
+        slots.view(torch.uint8).fill_(0xFF)  # the product has read them
+
+    def put_logits(
+        self, rank: int, calls: Sequence[Call], of_round: Round, logits: torch.Tensor
+    ) -> None:
+        """What the product would write to `logits`, which is as long as its region."""
+        first, end = self.configs[rank].shard(rank)
         logits.view(torch.uint8).fill_(0xFF)  # NaN, which would win
         place = 0
         for peer, call in enumerate(calls):
-            rows = len(call.hidden)
-            slot = peer * of_round.row_bound
-            assert torch.equal(slots[slot : slot + rows], call.hidden), f"rows of rank {peer}"
             if not of_round.compact:
-                place = slot * (end - first)
-            there = logits[place : place + rows * (end - first)]
+                place = peer * of_round.row_bound * (end - first)
+            there = logits[place : place + len(call.hidden) * (end - first)]
             there.copy_(call.logits[:, first:end].reshape(-1))
-            place += rows * (end - first)
-        slots.view(torch.uint8).fill_(0xFF)  # the product has read them
+            place += len(there)
 
     def run(
         self, calls: Sequence[Call], of_round: Round, ranks: Sequence[int] | None = None

@@ -84,16 +84,16 @@ def run(library: Path, room: str, bug: int = 0) -> subprocess.CompletedProcess[s
     # They must be loaded first. The C++ runtime too: the address sanitizer looks for its functions
     # at the start.
     runtimes = re.findall(r"=> (\S+/lib(?:[at]san|stdc\+\+)\.\S+)", needed)
+    preloaded = " ".join(sorted(runtimes, key=lambda path: "stdc++" in path))
     variables = os.environ | {
-        # In the place of what vLLM preloads in the processes it starts.
-        "LD_PRELOAD": " ".join(sorted(runtimes, key=lambda path: "stdc++" in path)),
         # torch and Python are not compiled for it.
         "TSAN_OPTIONS": f"halt_on_error=1:ignore_noninstrumented_modules=1:exitcode={RACE_STATUS}",
         "ASAN_OPTIONS": "detect_leaks=0",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
+    # In the place of what vLLM preloads in the processes it starts; not in setarch.
     return subprocess.run(
-        [*([setarch, "-R"] if setarch else []), *program],
+        [*([setarch, "-R"] if setarch else []), "env", f"LD_PRELOAD={preloaded}", *program],
         capture_output=True,
         text=True,
         check=False,

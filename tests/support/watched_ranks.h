@@ -5,10 +5,11 @@
 
 namespace moe_nvlink {
 
-// In the place of experts: all that has come is read, and every row is a number of the rank.
+// In the place of experts and products: all that has come is read, and numbers are written.
 struct ExpertsArgs {
   uint64_t read[16], read_bytes[16];
   uint64_t rows, count;
+  uint64_t source;  // as many numbers; 0: all are `value`
   float value;
 };
 
@@ -31,7 +32,8 @@ void moe_nvlink_experts(const moe_nvlink::ExpertsArgs* args, moe_nvlink::host::G
   }
   moe_nvlink::sum_of_bytes.fetch_add(sum, std::memory_order_relaxed);
   auto* rows = reinterpret_cast<float*>(args->rows);
-  for (uint64_t i = 0; i < args->count; ++i) rows[i] = args->value;
+  const auto* source = reinterpret_cast<const float*>(args->source);
+  for (uint64_t i = 0; i < args->count; ++i) rows[i] = source ? source[i] : args->value;
 }
 
 void moe_nvlink_run_steps(const moe_nvlink::Step* steps, int count, moe_nvlink::host::Grid* grid) {

@@ -17,6 +17,7 @@ import functools
 import gzip
 import importlib
 import importlib.metadata
+import io
 import json
 import os
 import platform
@@ -315,7 +316,10 @@ def pack(folder: Path, archive: Path) -> list[str]:
                 left_out.append(path.name)
             else:
                 with contextlib.suppress(FileNotFoundError):
-                    to.add(path, path.name)
+                    content = path.read_bytes()  # whole, whatever becomes of the file meanwhile
+                    member = tarfile.TarInfo(path.name)
+                    member.size, member.mtime = len(content), int(path.stat().st_mtime)
+                    to.addfile(member, io.BytesIO(content))
     return left_out
 
 

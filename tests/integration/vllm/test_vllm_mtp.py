@@ -206,9 +206,9 @@ def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
 
     vLLM's forward context is global to a process: here each thread has its own.
     """
-    mine = threading.local()
+    mine = threading.local()  # without a context outside of a forward, as vLLM is
     monkeypatch.setattr(mtp, "get_forward_context", lambda: mine.context)
-    monkeypatch.setattr(mtp, "is_forward_context_available", lambda: mine.context is not None)
+    monkeypatch.setattr(mtp, "is_forward_context_available", lambda: hasattr(mine, "context"))
 
     def run(
         draft: SharedDraft, rows: torch.Tensor, tokens: tuple[int, ...] | None, *, idle: bool
@@ -217,6 +217,7 @@ def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
         attention: Any = None if idle else {}
         mine.context = ForwardContext({}, attention, {}, dp_metadata=metadata)
         hidden: torch.Tensor = draft(rows)
+        del mine.context
         return hidden
 
     return run

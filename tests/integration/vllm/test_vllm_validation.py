@@ -268,6 +268,11 @@ def test_what_is_left_to_those_who_know(values: dict[str, Any], device: str, goo
     validation.check(other(good, **values), device)
 
 
+def test_the_fallback_is_among_the_options(good: Any) -> None:
+    config = other(good, **chosen(fallback=backend.CARRIER))
+    assert validation.check(config, "cuda").fallback == backend.CARRIER
+
+
 def test_ray_is_left_to_platforms_that_name_a_resource(
     good: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,7 +47,7 @@ _PARTS = (
 
 
 class Other:
-    """An object of vLLM's with other values, which none of vLLM's checks has seen."""
+    """An object of vLLM's with other values, which its own checks and properties do not see."""
 
     def __init__(self, real: Any, **values: Any) -> None:
         vars(self).update(values, _real=real)
@@ -70,4 +70,6 @@ def other(config: Any, **values: Any) -> Any:
             more = {name: values.pop(name) for name in mine}
             given = Other(inner, **given, **more) if given or more else inner
         parts[part] = given
+    for name in values:
+        assert hasattr(config, name), f"this vLLM's configuration has no {name}"
     return Other(config, **parts, **values)

@@ -455,7 +455,7 @@ _COMPUTED = {
 }
 #: The same of floating types, whose bits are enough for it.
 _OF_BITS = {"selp": "", "copysign": "", "neg": "{0} ^ {sign}", "abs": "{0} & ~{sign}"}
-#: PTX has no other types of neg; other types of bfe and bfind are not done here.
+#: Other types of neg, bfe and bfind are not done here, or do not exist.
 _TYPES = {
     "bfe": ("u32", "u64"),
     "bfind.shiftamt": ("u32",),

@@ -38,6 +38,7 @@ from moe_nvlink_plugin.integration.vllm.moe.prepare_finalize import UNQUANTISED
 from moe_nvlink_plugin.testing import ThreadGroup, run_ranks
 from tests.integration.vllm.moe.vllm_layer import (
     CAPACITY,
+    EXPERTS,
     GEOMETRY,
     HIDDEN_SIZE,
     LEFT_OPEN,
@@ -127,6 +128,24 @@ def test_one_choice_per_token(num_tokens: int) -> None:
             prepare = layer.kernel.impl._prepare
             rows, *_ = prepare(hidden, work[2], work[1], NUM_EXPERTS, None, True)
             torch.testing.assert_close(rows, hidden * work[2])
+
+
+def test_output_may_be_the_experts_output(layer: Layer) -> None:
+    hidden, ids, weights = work = work_of(CAPACITY, 3)
+    rows, _, _, sent_ids, sent_weights = layer.subject.prepare(
+        hidden, weights, ids, NUM_EXPERTS, None, False, layer.experts.quant_config, True
+    )
+    output = torch.empty(CAPACITY, HIDDEN_SIZE)
+    layer.experts.apply(
+        output=output,
+        hidden_states=rows,
+        topk_ids=sent_ids,
+        topk_weights=sent_weights,
+        w1=EXPERTS,
+        expert_map=None,
+    )
+    layer.subject.finalize(output, output, sent_weights, sent_ids, False, NO_OP)
+    torch.testing.assert_close(output, dense(*work), rtol=1e-5, atol=1e-5)
 
 
 # What is handed out.
