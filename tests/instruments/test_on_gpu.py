@@ -98,7 +98,8 @@ def test_rehearsed(stage: str, tmp_path: Path) -> None:
     assert said == next(out.glob("*.txt")).read_text()
     found, results = summary(out), archived(out)
     assert found["commit"] == "89abcde-dirty", "not of the copy's history"
-    assert (found["carried"].split(), found["kernels_carried"]) == (["kernels"], 1)
+    assert found["carried"].split() == ["kernels"]
+    assert found["kernels_carried"] >= 1, "beside those that other tests have compiled"
     assert (found["python"], found["torch"]) == (platform.python_version(), torch.__version__)
     became = {step["step"]: step["outcome"] for step in found["steps"]}
     assert became == {
